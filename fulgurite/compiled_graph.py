@@ -71,7 +71,7 @@ class CompiledGraph:
             return python_form
         self.host_program = self._build_host_program(flat, python_form)
         plain = self.host_program.run if self.host_program is not None else python_form
-        return self._capture_later(plain, python_form)
+        return self._capture_later(flat, plain, python_form)
 
     def _build_host_program(self, trace: Trace, python_form: BoxedFunction) -> HostProgram | None:
         """The host program; if it can't be built, the Python of the trace keeps running."""
@@ -84,11 +84,16 @@ class CompiledGraph:
             raise_or_report(Fallback("host program", failure, PYTHON_FORM), self._report, error)
             return None
 
-    def _capture_later(self, plain: BoxedFunction, python_form: BoxedFunction) -> BoxedFunction:
-        """The function, captured as a CUDA graph after some calls if that is possible."""
+    def _capture_later(
+        self, flat: Trace, plain: BoxedFunction, python_form: BoxedFunction
+    ) -> BoxedFunction:
+        """The function, captured as a CUDA graph after some calls if that is possible.
+
+        flat   the trace with its sub-graphs inlined
+        """
         if self._wrap is None:
             return plain
-        self.graphed = self._wrap(self.trace, plain, python_form)
+        self.graphed = self._wrap(flat, plain, python_form)
         return self.graphed
 
     def replace(self, forward: Callable[..., Any]) -> None:

@@ -3,7 +3,8 @@
 In: times of calls without a graph, then of replays. Out: a decision with its reason, for `explain`.
 A function is captured unless the host's share of a call is too small for a graph to gain anything. The
 graph is kept if replays, with their copies, are faster than calls without it: in a loop that never waits for
-the device, or one by one, and slower in neither.
+the device, or one by one, and slower in neither. The more of the device's memory a graph keeps between calls, the
+more it has to gain.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ TIMED_CALLS = 3  # of the host, and of the device; the fastest one counts: other
 # H200), and the host takes 5 to 8 µs to launch one: below this, there are at most 5% to gain.
 MIN_HOST_SHARE = 0.25
 MIN_GAIN = 1.05  # of a graph over calls without it
+# Gain per share of the device's memory: a graph that keeps a tenth of it must be 20% faster than one that keeps none.
+# A larger batch gains about as much by the memory.
+GAIN_PER_MEMORY = 2.0
 MIN_OTHER_GAIN = 0.98  # in a loop, if single calls gain, and the other way round
 
 
@@ -58,6 +62,8 @@ class Decision:
     forced: bool  # cudagraph=True: nothing is measured
     plain: Measurement = field(default_factory=Measurement)
     replayed: Measurement = field(default_factory=Measurement)
+    memory_share: float = 0.0  # of the device's memory, that the last capture keeps between calls
+    reason_to_wait: str = ""  # why it is not captured yet
     reason_against: str = ""
     was_measured: bool = False  # the reason is a measurement, which may turn out otherwise
 
@@ -86,6 +92,11 @@ class Decision:
         gains = (before.bound / after.bound, before.wall / after.wall)
         if max(gains) < MIN_GAIN or min(gains) < MIN_OTHER_GAIN:
             self._decide_against(f"a replay is not faster ({after}) than a call ({before})")
+        elif max(gains) < MIN_GAIN + GAIN_PER_MEMORY * self.memory_share:
+            self._decide_against(
+                f"a replay gains {max(gains) - 1:.0%} ({after}; without: {before}), too little for "
+                f"{self.memory_share:.1%} of the device's memory"
+            )
         return not self.reason_against
 
     def _decide_against(self, reason: str) -> None:
@@ -94,6 +105,8 @@ class Decision:
     def __str__(self) -> str:
         if self.reason_against:
             return f"not captured: {self.reason_against}"
+        if self.reason_to_wait:
+            return f"not captured so far: {self.reason_to_wait}"
         before, after = self.plain.result, self.replayed.result
         if before is None:
             return "captured as asked for" if self.forced else "being measured"

@@ -15,41 +15,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulgurite.cudagraph.capture import BoxedFunction
+from fulgurite.cudagraph.capture_call import GraphInterface, capture_call, device_types
 from fulgurite.cudagraph.decision import Decision
-from fulgurite.cudagraph.memory import CaptureMemory, CapturePool
-from fulgurite.cudagraph.replay import OutputMode, ReplayableCall, copy_strided
-from fulgurite.cudagraph.seeds import CapturedSeeds, capture_seeds
+from fulgurite.cudagraph.memory import CaptureMemory
+from fulgurite.cudagraph.replay import ReplayableCall, ResultTail
 from fulgurite.cudagraph.state import MAX_CALLS, MAX_MISSES, LayerState, ShapeState
+from fulgurite.units import format_bytes
 
 MAX_UNUSED_REPLAYS = 100  # per layer: a capture that is not used for so long is freed
 MAX_CAPTURES = 24  # captures for one set of sizes, unless each is replayed often
 MIN_REPLAYS_PER_CAPTURE = 20
+MAX_COPIED_BYTES = (
+    128 << 20
+)  # of inputs, at every call: 60 µs of an H200's time, and memory for all of them
 MAX_SHAPES = 32  # sets of sizes of one function
 MAX_SLOTS = 3  # captures for the same addresses, with outputs of their own
 WAITS_FOR_OUTPUTS = 2  # calls that find outputs still held, before another capture
-
-
-@dataclass(frozen=True)
-class GraphInterface:
-    """What is known of a function's inputs and outputs.
-
-    output_modes      see `replay.py`
-    device            where the function runs; it may have no inputs there
-    mutated_inputs    positions of inputs that the function writes to
-    dynamic_inputs    positions of inputs whose sizes, or values if they are numbers, may change
-    """
-
-    output_modes: tuple[OutputMode, ...]
-    device: torch.device
-    mutated_inputs: tuple[int, ...] = ()
-    dynamic_inputs: tuple[int, ...] = ()
 
 
 class GraphedFunction:
@@ -58,7 +45,8 @@ class GraphedFunction:
     plain        the function
     interface    its inputs and outputs
     memory       memory that its captures share with those of other functions
-    captured     what is captured: the same function, if `plain` itself can't be
+    captured     what is captured: the same function, if `plain` itself can't be. With a tail: the
+                 function up to the tail, which returns the tail's internal inputs last
     forced       capture without measuring whether that pays
     """
 
@@ -70,17 +58,18 @@ class GraphedFunction:
         memory: CaptureMemory,
         *,
         captured: BoxedFunction | None = None,
+        tail: ResultTail | None = None,
         forced: bool = False,
         report: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self.plain, self.interface, self.memory = name, plain, interface, memory
-        self.captured = captured or plain
+        self.captured, self.tail = captured or plain, tail
         self.forced, self.report = forced, report
         self.backend = memory.backend
         self.replays = self.plain_calls = 0
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
-        self._plain_devices: list[str] = []  # of the results of a plain call
+        self.plain_devices: list[str] = []  # of the results of a plain call
         # with static sizes: what followed the last capture before (layers are called in turn)
         self._expected_call: weakref.ref[ReplayableCall] | None = None
         self._last_call: weakref.ref[ReplayableCall] | None = None
@@ -165,8 +154,8 @@ class GraphedFunction:
     def _call_plain(self, inputs: list[Any]) -> Sequence[Any]:
         self.plain_calls += 1
         results = self.plain(inputs)
-        if not self._plain_devices:
-            self._plain_devices = _device_types(results)
+        if not self.plain_devices:
+            self.plain_devices = device_types(results)
         return results
 
     # ---- replay, or capture first --------------------------------------------------------------------
@@ -187,7 +176,10 @@ class GraphedFunction:
             return self._measure_plain(state, inputs)
         if not self._is_time_to_capture(state, layer, held):
             return self._run_plain(inputs)
-        captured = self._capture(state, layer, inputs, held)
+        moving = self._find_moving_inputs(layer, inputs, held)
+        if not self._may_copy(state, [inputs[k] for k in moving]):
+            return self._run_plain(inputs)
+        captured = self._capture(state, layer, inputs, moving, held)
         if captured is None:
             return self._run_plain(inputs)
         return self._replay(state, captured, inputs)
@@ -260,85 +252,77 @@ class GraphedFunction:
             self._disable(state)
         return layer.is_warm and not state.disabled
 
+    def _may_copy(self, state: ShapeState, moving: list[Tensor]) -> bool:
+        """Whether a capture that copies these inputs at every call is worth their memory.
+
+        The tensors that a forward without a capture saved, say: if it is captured later, they move no
+        more.
+        """
+        count = sum(tensor.nbytes for tensor in moving)
+        may_copy = self.forced or count <= MAX_COPIED_BYTES
+        state.decision.reason_to_wait = (
+            "" if may_copy else f"{format_bytes(count)} of inputs would be copied at every call"
+        )
+        return may_copy
+
     # ---- capture -------------------------------------------------------------------------------------
+
+    def _find_moving_inputs(
+        self, layer: LayerState, inputs: list[Any], held: list[ReplayableCall]
+    ) -> list[int]:
+        """The positions of the inputs that a capture copies."""
+        moving = set(held[0].copied) if held else layer.moving_inputs()
+        if moving:
+            known = self.memory.addresses.find()
+            moving = {k for k in moving if inputs[k].untyped_storage().data_ptr() not in known}
+        return sorted(moving)
 
     def _capture(
         self,
         state: ShapeState,
         layer: LayerState,
         inputs: list[Any],
+        moving: list[int],
         held: list[ReplayableCall],
     ) -> ReplayableCall | None:
         """Capture the function for these inputs; None if that failed, and is not tried again.
 
-        held   captures for these addresses whose outputs are held
+        moving   positions of inputs to copy
+        held     captures for these addresses whose outputs are held
         """
-        tensors = [k for k, value in enumerate(inputs) if isinstance(value, Tensor)]
-        moving = set(held[0].copied) if held else layer.moving_inputs()
-        if moving:
-            known = self.memory.addresses.find()
-            moving = {k for k in moving if inputs[k].untyped_storage().data_ptr() not in known}
         slots = {call.pool.slot for call in held if call.are_outputs_held()}
         for call in held:  # one that later captures block is replaced by a later one
             if call.pool.slot not in slots:
                 state.drop(call)
+        if not held and not layer.may_add_capture():
+            layer.calls.clear()  # before the capture, which reuses their memory and serves their calls
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
         layer.captures += 1
         try:
-            call = self._capture_with_copies(inputs, tensors, sorted(moving), pool)
+            call = capture_call(self, inputs, moving, pool)
         except RuntimeError as error:  # what a capture forbids, or out of memory
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             state.decision.reason_against = f"capture failed: {first_line}"
             self._disable(state)
             return None
+        if call.shared_outputs is not None:
+            self.memory.addresses.add(call.shared_outputs)
         if self.memory.stream is None:
             self.memory.stream = self._current_stream()
-        state.drop_unused(self.replays - MAX_UNUSED_REPLAYS * len(state.layers))
+        self._drop_unused()
+        state.decision.memory_share = call.kept_bytes / self.backend.total_memory(
+            self.interface.device
+        )
         layer.calls = [call, *layer.calls][:MAX_CALLS]
         layer.addresses.clear()
         layer.held = 0
         return call
 
-    def _capture_with_copies(
-        self, inputs: list[Any], tensors: list[int], copied: list[int], pool: CapturePool
-    ) -> ReplayableCall:
-        interface = self.interface
-        if any(inputs[k].device.type != self.backend.device_type for k in tensors):
-            raise RuntimeError("an input is on the host")
-        if any(torch._debug_has_internal_overlap(inputs[k]) == 1 for k in copied):
-            raise RuntimeError("an input overlaps itself and can't be copied into a buffer")
-        with torch.inference_mode(False), torch.no_grad():
-            buffers = {k: copy_strided(inputs[k]) for k in copied}
-            own = [buffers.get(k, value) for k, value in enumerate(inputs)]
-            if copied or self.captured is not self.plain:
-                self._warm_up(own)
-            seeds = CapturedSeeds(interface.device)
-            with capture_seeds(seeds):
-                call = self.backend.capture(self.captured, own, pool.on(interface.device))
-        if self._plain_devices and _device_types(call.outputs) != self._plain_devices:
-            # attention with dropout: its seed is on the host, in a capture on the device, and backward
-            # reads it where its own mode expects it
-            raise RuntimeError("results that are on the host would be on the device")
-        static = [k for k in tensors if k not in buffers]
-        replayable = ReplayableCall(
-            call, own, static, buffers, interface.mutated_inputs, interface.output_modes, pool
-        )
-        replayable.seeds = seeds if seeds.draws else None
-        if replayable.shared_outputs is not None:
-            self.memory.addresses.add(replayable.shared_outputs)
-        return replayable
-
-    def _warm_up(self, inputs: list[Any]) -> None:
-        """Load kernels that are specialized for these addresses. Random state and inputs stay."""
-        device = self.interface.device
-        before = {k: copy_strided(inputs[k]) for k in self.interface.mutated_inputs}
-        devices = [device] if device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices):
-                self.captured(list(inputs))
-        finally:
-            for k, value in before.items():
-                inputs[k].copy_(value)
+    def _drop_unused(self) -> None:
+        """Free the captures that were not replayed for long, of all sizes."""
+        num_layers = sum(len(state.layers) for state in self._states.values())
+        for state in self._states.values():
+            state.drop_unused(self.replays - MAX_UNUSED_REPLAYS * num_layers)
 
     # ---- inspection ----------------------------------------------------------------------------------
 
@@ -358,7 +342,3 @@ class GraphedFunction:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self}>"
-
-
-def _device_types(results: Sequence[Any]) -> list[str]:
-    return [value.device.type if isinstance(value, Tensor) else "" for value in results]

@@ -30,17 +30,25 @@ def make_cuda_pool(device: torch.device) -> LivePool:
     return LivePool(device, capture_stream(device))
 
 
+def read_total_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 @dataclass(frozen=True)
 class CaptureBackend:
-    """How calls are captured and timed. Tests replace it to run on CPUs."""
+    """How calls are captured and timed. Tests replace it to run on CPUs.
+
+    total_memory   bytes of memory of a device
+    """
 
     device_type: str
     capture: Capture
     make_pool: Callable[[torch.device], Any]
     stopwatch: Stopwatch
+    total_memory: Callable[[torch.device], int]
 
 
-CUDA = CaptureBackend("cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch())
+CUDA = CaptureBackend("cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch(), read_total_memory)
 
 
 class SharedOutputs:

@@ -6,6 +6,8 @@ In: a captured call, and the inputs of a later one. Out: that call's outputs.
               static buffers, all in one launch; those that the function mutates are copied back.
     outputs   copied   the caller gets memory of its own, which no replay overwrites
               shared   the caller gets the graph's memory; see `memory.py` for when it is overwritten
+              internal only the function's tail reads it: launches that run after the replay, into fresh
+                       memory (`ResultTail`)
               An output that is an input, or a view of one, is made from the input of this call.
 """
 
@@ -13,22 +15,37 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fulgurite.cudagraph.capture import CapturedCall
+from fulgurite.cudagraph.capture import BoxedFunction, CapturedCall
 from fulgurite.cudagraph.memory import CapturePool, SharedOutputs
 from fulgurite.cudagraph.seeds import CapturedSeeds
 
-OutputMode = Literal["copied", "shared"]
+OutputMode = Literal["copied", "shared", "internal"]
 CHECKED_REPLAYS = (4, 16, 64, 256)
 MIN_GROUPED_COPIES = 3  # so many outputs are allocated one by one and copied in one launch
 
 
 class UnsupportedOutputError(RuntimeError):
     """A captured function returned what a replay can't return."""
+
+
+@dataclass(frozen=True)
+class ResultTail:
+    """Launches that run after each replay, without a graph: those that make large results.
+
+    run       takes the internal outputs of the graph, then inputs of the call; returns results
+    inputs    positions of these inputs
+    outputs   positions of the results
+    """
+
+    run: BoxedFunction
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 def _compare_addresses(inputs: list[Any], addresses: list[int], positions: list[int]) -> bool:
@@ -47,6 +64,7 @@ class ReplayableCall:
     static     positions of inputs that are read in place
     buffers    position of each other tensor → its static buffer
     mutated    positions of inputs that the function writes to
+    tail       what makes the other results, after the replay
     """
 
     def __init__(
@@ -58,6 +76,7 @@ class ReplayableCall:
         mutated: Sequence[int],
         output_modes: Sequence[OutputMode],
         pool: CapturePool,
+        tail: ResultTail | None = None,
     ) -> None:
         self.pool, self.order, self.replays = pool, pool.add(self), 0
         self.is_due = False  # to be looked at: do inputs still have to be copied?
@@ -72,6 +91,8 @@ class ReplayableCall:
         self._buffers = list(buffers.values())
         self._copied_back = [k for k in buffers if k in mutated]
         self._back_sources = [buffers[k] for k in self._copied_back]
+        self._tail = tail
+        self._internal: list[Any] = []  # what the tail reads of the graph's memory
         self._results: list[Any] = list(call.outputs)  # constants stay in it
         self._from_inputs: list[tuple[int, int, _InputView]] = []  # output, input, how
         self._shared: list[tuple[int, Tensor]] = []
@@ -90,9 +111,14 @@ class ReplayableCall:
             if inputs[k].numel():
                 in_place[inputs[k].untyped_storage().data_ptr()] = k
         own = {buffer.untyped_storage().data_ptr(): k for k, buffer in enumerate(self._buffers)}
-        pairs = zip(self._results, output_modes, strict=True)
+        pairs = list(zip(self._results, output_modes, strict=True))
+        self._internal = [value for value, mode in pairs if mode == "internal"]
+        del self._results[len(pairs) - len(self._internal) :]  # the last ones are internal
+        self._internal_storages = {_storage(value) for value in self._internal} - {None}
+        if self._internal_storages & in_place.keys():
+            raise UnsupportedOutputError("a region returns one of its inputs to the tail")
         for position, (value, mode) in enumerate(pairs):
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or mode == "internal":
                 continue
             self._results[position] = None  # a reference would count as a holder
             storage = value.untyped_storage().data_ptr()
@@ -147,7 +173,32 @@ class ReplayableCall:
             copy_all(copies, [tensor for _, tensor in self._copied_together])
             for (position, _), copy in zip(self._copied_together, copies, strict=True):
                 results[position] = copy
+        if self._tail is not None:
+            self._run_tail(self._tail, inputs, results)
         return results
+
+    def _run_tail(self, tail: ResultTail, inputs: Sequence[Any], results: list[Any]) -> None:
+        values = tail.run([*self._internal, *(inputs[k] for k in tail.inputs)])
+        for position, value in zip(tail.outputs, values, strict=True):
+            # a kernel that stored its result in the graph's memory, against what was planned
+            is_overwritten = _storage(value) in self._internal_storages
+            results[position] = value.clone() if is_overwritten else value
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its outputs and static buffers, which stay allocated between replays."""
+        kept = [tensor for _, tensor in (*self._shared, *self._cloned, *self._copied_together)]
+        kept += [value for value in self._internal if isinstance(value, Tensor)]
+        storages = {
+            _storage(tensor): tensor.untyped_storage().nbytes()
+            for tensor in (*kept, *self._buffers)
+        }
+        return sum(storages.values())
+
+
+def _storage(value: Any) -> int | None:
+    """The address of a tensor's memory; None for other values, and for empty memory."""
+    return value.untyped_storage().data_ptr() or None if isinstance(value, Tensor) else None
 
 
 class _InputView:

@@ -24,6 +24,9 @@ WARMUPS = 2  # calls before the first capture
 REPEATS = 3  # calls with the same addresses after which all inputs count as static
 MAX_ADDRESS_SETS = 4  # captures without copies; past that, inputs that moved are copied
 MAX_CALLS = 6  # captures of one layer that are kept
+# Outputs that captures of one layer keep, up to which there is one for every set of addresses: each has outputs of
+# its own. Above, one capture serves all, and copies the inputs that move.
+MAX_DUPLICATED_BYTES = 16 << 20
 MAX_LAYERS = 256
 MAX_MISSES = 400  # calls in a row without a capture for their addresses
 CALLS_UNTIL_MEASURED_AGAIN = 200  # of a function that was not worth a graph
@@ -53,10 +56,15 @@ class LayerState:
     def is_warm(self) -> bool:
         return len(self.addresses) > WARMUPS
 
+    def may_add_capture(self) -> bool:
+        """Whether another capture may be kept beside those that there are."""
+        kept = sum(call.kept_bytes for call in self.calls)
+        return kept <= MAX_DUPLICATED_BYTES and len(self.calls) < MAX_ADDRESS_SETS
+
     def moving_inputs(self) -> set[int]:
         """Positions of inputs to copy: none if these addresses repeat, else those that changed."""
         now = self.addresses[-1]
-        if self.seen[now] >= REPEATS and len(self.calls) < MAX_ADDRESS_SETS:
+        if self.seen[now] >= REPEATS and self.may_add_capture():
             return set()
         before = [*self.addresses, *(call.addresses for call in self.calls)]
         return {k for k, a in enumerate(now) if any(other[k] != a for other in before)}

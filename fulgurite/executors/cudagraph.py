@@ -27,6 +27,7 @@ from fulgurite.cudagraph import (
 )
 from fulgurite.executors.base import Executor
 from fulgurite.executors.regions import lower_trace
+from fulgurite.executors.result_tail import split_tail
 from fulgurite.executors.torch import TORCH
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import is_view, iter_tensors
@@ -44,7 +45,7 @@ from fulgurite.trace.node_meta import (
 )
 from fulgurite.trace.printer import render
 from fulgurite.trace.purity import is_pure, is_random
-from fulgurite.trace.region import Region
+from fulgurite.trace.region import Region, bind_cached_launches
 from fulgurite.trace.source import compile_source
 from fulgurite.trace.subgraph import SubgraphCall
 from fulgurite.trace.trace import copy_module
@@ -113,11 +114,18 @@ class CudaGraphPlan:
     ) -> GraphedFunction:
         """The trace's function, captured after some calls.
 
+        trace      without sub-graphs
         plain      what runs without a graph
         captured   the Python function of the trace
         """
+        modes = tuple(self._output_mode(trace, k) for k in range(len(trace.outputs)))
+        split = split_tail(trace, modes)
+        if split is not None:
+            captured = bind_cached_launches(split.head.compile())
+            internal: OutputMode = "internal"
+            modes += (internal,) * split.num_internal
         interface = GraphInterface(
-            tuple(self._output_mode(trace, k) for k in range(len(trace.outputs))),
+            modes,
             _find_device(trace.graph, self.memory.backend.device_type),
             _mutated_positions(trace.graph),
             _dynamic_positions(trace.inputs),
@@ -128,6 +136,7 @@ class CudaGraphPlan:
             interface,
             self.memory,
             captured=captured,
+            tail=None if split is None else split.tail,
             forced=self.mode is True,
             report=report,
         )

@@ -6,7 +6,8 @@ In: a functional graph. Out: the same, with operands padded by zeros and results
 
 GPU libraries have no fast kernel for such rows: they can't be copied by TMA or in vectors. GPT-2's
 vocabulary of 50257 tokens makes the three largest GEMMs of a training step several times slower.
-Generated kernels write the padded operands; a consumer that is fused reads the slice in place.
+Generated kernels write the padded operands; a consumer that is fused reads the slice in place. A result
+that is returned (logits) has no consumer: `fulgurite::padded_mm` makes it without a padded copy of all of it.
 Padding costs memory traffic, so a GEMM has to do enough work per padded byte.
 """
 
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fulgurite.kernels.gemm.padded_mm import padded_mm
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import size_hint, tensor_bytes
+from fulgurite.trace.cost import is_view, size_hint, tensor_bytes
 from fulgurite.trace.node_meta import copy_location, fake_value
 from fulgurite.transforms.base import transform
 
@@ -111,10 +113,13 @@ def _replace(graph: fx.Graph, node: fx.Node, m_pad: int, n_pad: int, k_pad: int)
         padded = call(aten.constant_pad_nd.default, transposed, [0, rows, 0, columns], 0.0)
         return call(aten.permute.default, padded, [1, 0])
 
-    with graph.inserting_before(node):
+    def pad_gemm() -> fx.Node:
         operands = pad(a, m_pad, k_pad), pad(b, k_pad, n_pad)
-        if node.target is aten.addmm.default:
-            bias = _pad_bias(call, node.args[0], m, n, m_pad, n_pad)
+        is_addmm = node.target is aten.addmm.default
+        bias = _pad_bias(call, node.args[0], m, n, m_pad, n_pad) if is_addmm else None
+        if n_pad and not m_pad and _is_row_bias(bias) and not node.kwargs and _is_returned(node):
+            return call(padded_mm.overload, *operands, bias, n)
+        if is_addmm:
             result = call(aten.addmm.default, bias, *operands, **node.kwargs)
         else:
             result = call(aten.mm.default, *operands)
@@ -122,10 +127,28 @@ def _replace(graph: fx.Graph, node: fx.Node, m_pad: int, n_pad: int, k_pad: int)
             result = call(aten.slice.Tensor, result, dim, 0, size) if padding else result
         if m_pad or n_pad:
             result = call(aten.clone.default, result, memory_format=torch.contiguous_format)
+        return result
+
+    with graph.inserting_before(node):
+        result = pad_gemm()
     for new in added:
         copy_location(node, new)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _is_row_bias(bias: fx.Node | None) -> bool:
+    """Whether `padded_mm` can add it: there is none, or one number per padded column."""
+    return bias is None or (bias.target is aten.constant_pad_nd.default and len(bias.args[1]) == 2)  # type: ignore[arg-type]
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether nothing reads a value but the caller, also through views."""
+    readers = [
+        user.op == "output" or (user.op == "call_function" and is_view(user) and _is_returned(user))
+        for user in node.users
+    ]
+    return bool(readers) and all(readers)
 
 
 def _pad_bias(call: Any, bias: Any, m: Any, n: Any, m_pad: int, n_pad: int) -> fx.Node:

@@ -26,6 +26,12 @@ class FakePool:
         self.captures = 0
         self.outputs: dict[int, list[Tensor]] = {}  # of the captures that exist, by their order
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the outputs of the captures that exist: each has memory of its own."""
+        found = [t for outputs in self.outputs.values() for t in outputs]
+        return sum({storage_address(t): t.untyped_storage().nbytes() for t in found}.values())
+
 
 class FakeCapturedCall:
     def __init__(self, run: Callable[..., Any], inputs: list[Any], pool: FakePool) -> None:
@@ -121,11 +127,12 @@ def take(values: list[float]) -> float:
     return values.pop(0) if len(values) > 1 else values[0]
 
 
-def make_fake_backend(stopwatch: FakeStopwatch | None = None) -> CaptureBackend:
+def make_fake_backend(
+    stopwatch: FakeStopwatch | None = None, total_memory: int = 1 << 40
+) -> CaptureBackend:
     slow, fast = [100e-6] * 3, [10e-6]
-    return CaptureBackend(
-        "cpu", FakeCapturedCall, FakePool, stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
-    )
+    times = stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
+    return CaptureBackend("cpu", FakeCapturedCall, FakePool, times, lambda device: total_memory)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fulgurite
+from fulgurite.kernels.gemm import padded_mm as padded_mm_module
 from fulgurite.transforms import align_gemm
 
 
@@ -106,3 +107,24 @@ def test_vocabulary_of_odd_size_on_a_gpu(n):
     assert count_pads(compiled, "forward") and count_pads(compiled, "backward")
     for one, other, right in zip(ours, eager, exact, strict=True):
         assert (one - right).norm() < 2 * (other - right).norm()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_returned_result_is_made_without_a_padded_copy_of_it(any_device, has_bias, monkeypatch):
+    monkeypatch.setattr(padded_mm_module, "MIN_BLOCK_ROWS", 4)
+    monkeypatch.setattr(padded_mm_module, "ROW_MULTIPLE", 2)
+    torch.manual_seed(0)
+    x, w, b = torch.randn(3, 7, 8), torch.randn(13, 8), torch.randn(13) if has_bias else None
+    compiled = fulgurite.compile(torch.nn.functional.linear)
+    for _ in range(3):
+        result, expected = compiled(x, w, b), torch.nn.functional.linear(x, w, b)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        assert result.stride() == expected.stride()
+    assert "fulgurite.padded_mm" in str(compiled.last_trace())
+
+
+def test_a_result_that_is_read_stays_padded_for_its_reader(any_device):
+    x, w = torch.randn(6, 8), torch.randn(13, 8)
+    compiled = fulgurite.compile(lambda x, w: (x @ w.t()).relu())
+    torch.testing.assert_close(compiled(x, w), (x @ w.t()).relu())
+    assert "padded_mm" not in str(compiled.last_trace())
