@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch.autograd import Function
 
+from fulgurite.capture.backward_thread import find_thread_setter
 from fulgurite.capture.double_backward import (
     CallInputs,
     CapturedGraph,
@@ -88,11 +89,14 @@ def call_training_graph(
     wrapped   the graph inside AOTAutograd's wrappers. It runs the first call, which tells where
               AOTAutograd builds the backward graph, and calls inside functorch transforms.
     """
-    cell: list[Callable[..., Any] | None] = [None]  # `apply` of our function, after the first call
+    # after the first call: `apply` of our function, and what it calls before
+    cell: list[Callable[..., Any] | None] = [None, None]
 
     def call(*inputs: Any) -> Any:
-        apply = cell[0]
+        apply, set_thread = cell
         if apply is not None and torch.is_grad_enabled() and not _are_functorch_transforms_active():
+            if set_thread is not None:
+                set_thread()
             return apply(*inputs)
         kept = CallInputs.of(graphs.captured, inputs)
         results = wrapped(*inputs)
@@ -103,7 +107,8 @@ def call_training_graph(
                 function = type(node)._forward_cls
                 if apply is None:
                     function._double_backward = make_double_backward(signature)
-                    cell[0] = make_function(graphs, signature, function._backward_impl)
+                    made = make_function(graphs, signature, function._backward_impl)
+                    cell[:] = made, find_thread_setter(inputs)
         return results
 
     library = load_library()
