@@ -66,6 +66,7 @@ PYTHON_FUNCTIONS = (
     "PyContext_Copy",
     "PyContext_Enter",
     "PyContext_Exit",
+    "PyObject_RichCompareBool",
 )
 TORCH_FUNCTIONS = (
     "aoti_torch_empty_strided",
@@ -77,6 +78,9 @@ TORCH_FUNCTIONS = (
     "aoti_torch_get_sizes",
     "aoti_torch_get_strides",
     "aoti_torch_get_storage_offset",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_device_type",
+    "aoti_torch_get_device_index",
 )
 # `THPVariable_Wrap` takes a reference in new versions of torch, and a value, which is an address too, in old ones
 WRAP_FUNCTIONS = (
@@ -98,6 +102,7 @@ METHODS = {
     "call_training": METH_FASTCALL,
     "run_training_forward": METH_FASTCALL,
     "run_training_backward": METH_FASTCALL,
+    "call_planned": METH_FASTCALL | METH_KEYWORDS,
 }
 GLOBAL_HOOKS = (
     module_hooks._global_backward_pre_hooks,
@@ -108,7 +113,8 @@ GLOBAL_HOOKS = (
     module_hooks._global_forward_hooks_with_kwargs,
 )
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-SOURCES = ("host_program.h", "direct_call.h", "training_call.h")  # each continues the one before
+# each continues the one before
+SOURCES = ("host_program.h", "direct_call.h", "training_call.h", "launch_plan.h")
 MAX_HEADER = 64  # bytes of a Python tensor in which its at::Tensor is looked for
 
 
@@ -205,6 +211,13 @@ def find_torch_function(name: str) -> int | None:
         if function is not None:
             return ctypes.cast(function, ctypes.c_void_p).value
     return None
+
+
+@functools.cache
+def dtype_code(dtype: torch.dtype) -> int | None:
+    """torch's number of a dtype, by `aoti_torch_dtype_float32` and its like; None if it has none."""
+    address = find_torch_function(f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")
+    return None if address is None else int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
 
 
 def _require(name: str, *others: str) -> int:
@@ -304,7 +317,7 @@ def _table_values() -> list[Any]:
 
 
 def _training_values() -> list[Any]:
-    """What include/training_call.h needs."""
+    """What include/training_call.h and launch_plan.h need."""
     return [
         *(False, list, tuple),
         *("_version", "call_inputs", "to_save", "sizes", "saved_tensors", "non_differentiable"),
@@ -319,6 +332,7 @@ def _training_values() -> list[Any]:
         make_unsafe_view,
         torch._C._is_key_in_tls,
         torch._C._get_obj_in_tls,
+        "requires_grad",  # for include/launch_plan.h
     ]
 
 

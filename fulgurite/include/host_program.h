@@ -56,6 +56,7 @@ struct Api {
   Object (*context_copy)(Object);
   int (*context_enter)(Object);
   int (*context_exit)(Object);
+  int (*compare)(Object, Object, int);                             // PyObject_RichCompareBool
   // torch
   int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
   int32_t (*reinterpret)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*);
@@ -66,6 +67,9 @@ struct Api {
   int32_t (*sizes)(Handle, int64_t**);
   int32_t (*strides)(Handle, int64_t**);
   int32_t (*storage_offset)(Handle, int64_t*);
+  int32_t (*get_dtype)(Handle, int32_t*);
+  int32_t (*device_type)(Handle, int32_t*);
+  int32_t (*device_index)(Handle, int32_t*);
   Object (*wrap)(Handle);                                          // THPVariable_Wrap
   int (*num_threads)();
   int64_t (*num_dispatch_modes)();
@@ -103,6 +107,8 @@ struct Api {
   Object materialize_key, clear_saved_key, backward_key, context_key;
   Object has_functorch_transforms, functorch_stack, has_autocast, is_deterministic, keeps_graph;
   Object is_view, detach, unsafe_view, has_thread_object, get_thread_object;
+  // for include/launch_plan.h
+  Object requires_grad_key;
 };
 static Api api;
 
