@@ -68,7 +68,7 @@ class _PlannedFunction:
     def __init__(self, function: Callable[..., Any], settings: tuple[type, ...]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.hashable = frozenset((int, float, bool, str, type(None), *settings))
+        self.hashable: frozenset[type] = frozenset((int, float, bool, str, type(None), *settings))
         self.plans: dict[Any, LaunchPlan | int] = {}
         self._native_plans: dict[Any, NativePlan | None] = {}  # None: only Python can replay it
         self._recent: list[NativePlan] = []  # those that native code compares a call with
