@@ -1,8 +1,8 @@
-"""The library that runs host programs and direct calls, compiled once, with its table of addresses.
+"""The library that runs host programs, direct calls and training graphs, compiled once, with its table of addresses.
 
 In: nothing. Out: `load_library()`, or None where this process can't use it: no C++ compiler, a function of torch's
 C interface that is missing, a Python tensor with another layout than expected, a build of Python without a GIL. Traces
-then run as Python. `unavailable_reason()` says why. The sources are `include/host_program.h` and `direct_call.h`.
+then run as Python. `unavailable_reason()` says why. The sources are in `include/`: `SOURCES`.
 
 The layout of a Python tensor is not part of any interface. It is checked here, once, with tensors whose
 addresses are known.
@@ -60,6 +60,13 @@ PYTHON_FUNCTIONS = (
     "PyCFunction_GetSelf",
     "PyEval_SaveThread",
     "PyEval_RestoreThread",
+    "PyObject_SetAttr",
+    "PySequence_Tuple",
+    "PyObject_VectorcallMethod",
+    "PyContext_Copy",
+    "PyContext_Enter",
+    "PyContext_Exit",
+    "PyObject_RichCompareBool",
 )
 TORCH_FUNCTIONS = (
     "aoti_torch_empty_strided",
@@ -71,6 +78,9 @@ TORCH_FUNCTIONS = (
     "aoti_torch_get_sizes",
     "aoti_torch_get_strides",
     "aoti_torch_get_storage_offset",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_device_type",
+    "aoti_torch_get_device_index",
 )
 # `THPVariable_Wrap` takes a reference in new versions of torch, and a value, which is an address too, in old ones
 WRAP_FUNCTIONS = (
@@ -89,6 +99,10 @@ METHODS = {
     "call_directly": METH_FASTCALL | METH_KEYWORDS,
     "call_graph": METH_FASTCALL,
     "may_trace": METH_NOARGS,
+    "call_training": METH_FASTCALL,
+    "run_training_forward": METH_FASTCALL,
+    "run_training_backward": METH_FASTCALL,
+    "call_planned": METH_FASTCALL | METH_KEYWORDS,
 }
 GLOBAL_HOOKS = (
     module_hooks._global_backward_pre_hooks,
@@ -99,6 +113,8 @@ GLOBAL_HOOKS = (
     module_hooks._global_forward_hooks_with_kwargs,
 )
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# each continues the one before
+SOURCES = ("host_program.h", "direct_call.h", "training_call.h", "launch_plan.h")
 MAX_HEADER = 64  # bytes of a Python tensor in which its at::Tensor is looked for
 
 
@@ -120,6 +136,12 @@ class HostLibrary:
     library: ctypes.CDLL
     methods: dict[str, _MethodDefinition]
     keep_alive: tuple[Any, ...]
+
+    def make_method(self, method: str, state: tuple[Any, ...]) -> Any:
+        """A built-in function that binds to its object as a class attribute."""
+        new = ctypes.pythonapi.PyInstanceMethod_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.py_object]
+        return new(self.make_callable(method, state))
 
     def make_callable(self, method: str, state: tuple[Any, ...]) -> Any:
         """A built-in function. It holds `state`: the words that it reads, and what they refer to."""
@@ -149,7 +171,7 @@ def _load_once() -> HostLibrary | HostUnavailable:
 
 @functools.cache
 def _source() -> str:
-    files = [native.INCLUDE / name for name in ("host_program.h", "direct_call.h")]
+    files = [native.INCLUDE / name for name in SOURCES]
     return "\n".join(file.read_text() for file in files)
 
 
@@ -189,6 +211,13 @@ def find_torch_function(name: str) -> int | None:
         if function is not None:
             return ctypes.cast(function, ctypes.c_void_p).value
     return None
+
+
+@functools.cache
+def dtype_code(dtype: torch.dtype) -> int | None:
+    """torch's number of a dtype, by `aoti_torch_dtype_float32` and its like; None if it has none."""
+    address = find_torch_function(f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")
+    return None if address is None else int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
 
 
 def _require(name: str, *others: str) -> int:
@@ -232,7 +261,7 @@ def _load_and_check() -> HostLibrary:
         *(_cuda_functions() if torch.cuda.is_available() else (0, 0)),
         _find_cdata_offset(),
         *(id(torch.Tensor), id(torch.nn.Parameter), id(None), id(True)),
-        *(value if isinstance(value, int) else _address(value) for value in values),
+        *(value if type(value) is int else _address(value) for value in values),
     ]
     library.api_size.restype = library.set_timing.restype = ctypes.c_int64
     library.set_timing.argtypes = [ctypes.c_int64]
@@ -283,7 +312,33 @@ def _table_values() -> list[Any]:
         "forward",
         "cache_entry",
         "run",
+        *_training_values(),
     ]
+
+
+def _training_values() -> list[Any]:
+    """What include/training_call.h and launch_plan.h need."""
+    return [
+        *(False, list, tuple),
+        *("_version", "call_inputs", "to_save", "sizes", "saved_tensors", "non_differentiable"),
+        *("_materialize_non_diff_grads", "maybe_clear_saved_tensors", "backward", "context"),
+        torch._C._are_functorch_transforms_active,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._is_any_autocast_enabled,
+        torch._C._get_deterministic_algorithms,
+        torch._C._autograd._get_current_graph_task_keep_graph,
+        torch.Tensor._is_view,
+        torch.Tensor.detach,
+        make_unsafe_view,
+        torch._C._is_key_in_tls,
+        torch._C._get_obj_in_tls,
+        "requires_grad",  # for include/launch_plan.h
+    ]
+
+
+def make_unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as autograd knows it if it is no view: with a version counter of its own."""
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
 
 
 def _create_cuda_context(device: int) -> None:

@@ -7,6 +7,8 @@ difference is the host. Steps run one after the other without waiting for the de
     block              norm, matmul, gate, matmul, residual, 64×256 (CPU: 4×64); forward, and with backward
     rms_norm           16384×4096 (CPU: 16×256); forward, and with backward
     MoE layer          router and experts of `fulgurite.kernels` called eagerly, 16 tokens; torch's ops are eager's
+    backward of one op on a GPU, in torch's thread of the GPU and in the calling thread: the difference is the cost of
+                       two thread switches
     decode step        of the engine, four requests of a small model, on one rank and over two (`host_ranks`)
 
 Candidates: eager, torch.compile, its reduce-overhead mode, Fulgurite without CUDA graphs, and with them.
@@ -185,7 +187,19 @@ def make_steps(case: Case, device: str) -> Iterator[tuple[str, Call]]:
         if name == OURS and not case.is_compiled:
             compile_ = CANDIDATES[EAGER]
         step = case.make_step(compile_(function))
+        if is_baseline:
+            step = _with_device_threads(step)
         yield name, _mark_step_begin(step) if name == REDUCE_OVERHEAD else step
+
+
+def _with_device_threads(step: Call) -> Call:
+    """With torch's default: compiled training graphs turn device threads off, for this thread."""
+
+    def run() -> Any:
+        torch._C._set_multithreading_enabled(True)
+        return step()
+
+    return run
 
 
 def _mark_step_begin(step: Call) -> Call:
@@ -210,6 +224,27 @@ def measure_case(case: Case, device: str, budget: float) -> list[Row]:
             row["device_us"] = 1e6 * time_device(step, PROFILED_STEPS)
         rows.append(row)
     return rows
+
+
+def measure_backward_threads(device: str, budget: float) -> list[Row]:
+    """The backward pass of one op, in torch's thread of the GPU and in the calling thread."""
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    y, gradient = x * 2, torch.ones(2, 2, device=device)
+
+    def step(uses_device_thread: bool) -> Any:
+        torch._C._set_multithreading_enabled(uses_device_thread)
+        return torch.autograd.grad(y, x, gradient, retain_graph=True)
+
+    names = {
+        "backward of one op, thread of the GPU": partial(step, True),
+        "backward of one op, calling thread": partial(step, False),
+    }
+    with torch.autograd.set_multithreading_enabled(True):
+        wall = timing.median_times(names, budget=budget, warmups=6)
+    return [
+        {"case": name, "candidate": EAGER, "wall_us": 1e6 * seconds}
+        for name, seconds in wall.items()
+    ]
 
 
 def measure_mesh(mesh: host_ranks.MeshCase, device: str, steps: int) -> list[Row]:
@@ -240,6 +275,8 @@ def run_host(options: argparse.Namespace) -> None:
             rows += measure_case(case, options.device, 0.1 if options.quick else 0.5)
             save()  # partial results survive an interrupt
             progress.advance(bar)
+        if options.device.startswith("cuda"):
+            rows += measure_backward_threads(options.device, 0.1)
         for mesh in host_ranks.CASES:
             progress.update(bar, description=mesh.name)
             rows += measure_mesh(mesh, options.device, 16 if options.quick else 64)

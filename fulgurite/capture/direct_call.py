@@ -15,6 +15,7 @@ calls inside another capture, and calls under `torch.compiler.set_stance`.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import inspect
 import struct
@@ -171,7 +172,8 @@ def _make_entry(entry: Any, function: FunctionType) -> DynamoEntry | None:
     scope = function.__globals__
     if len(names) == 1:  # only the graph is called: the guard against TorchDynamo is not needed
         graph = scope[graphs[0]]
-        scope = {graphs[0]: getattr(graph, "_torchdynamo_orig_callable", graph)}
+        graph = getattr(graph, "_torchdynamo_orig_callable", graph)
+        scope = {graphs[0]: graph, "__builtins__": builtins}  # torch may import from this frame
     run = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     run.__kwdefaults__ = function.__kwdefaults__
     return DynamoEntry(manager, manager.root.check, run)

@@ -47,7 +47,7 @@ class CallInputs:
     def of(cls, graph: CapturedGraph, values: Sequence[Any]) -> CallInputs:
         if graph.reason:
             return cls(graph, (), ())
-        return cls(graph, tuple(values), _read_versions(values))
+        return cls(graph, tuple(values), read_versions(values))
 
     def check(self) -> None:
         """Raise if the graph can't be run again with these inputs."""
@@ -56,7 +56,7 @@ class CallInputs:
                 f"double backward of a compiled graph runs it again, but {self.graph.reason}\n"
                 "  next   exclude that part from the compiled function: torch.compiler.disable"
             )
-        if _read_versions(self.values) != self.versions:
+        if read_versions(self.values) != self.versions:
             raise RuntimeError(
                 "double backward of a compiled graph runs it again, but one of its inputs was "
                 "modified by an in-place operation after it\n"
@@ -64,7 +64,7 @@ class CallInputs:
             )
 
 
-def _read_versions(values: Sequence[Any]) -> tuple[int, ...]:
+def read_versions(values: Sequence[Any]) -> tuple[int, ...]:
     tensors = (value for value in values if isinstance(value, Tensor))
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 

@@ -27,8 +27,16 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch.autograd import Function
 
-from fulgurite.capture.double_backward import CallInputs, CapturedGraph, run_differentiable
+from fulgurite.capture.backward_thread import find_thread_setter
+from fulgurite.capture.double_backward import (
+    CallInputs,
+    CapturedGraph,
+    read_versions,
+    run_differentiable,
+)
+from fulgurite.capture.training_native import make_native_backward, make_native_forward
 from fulgurite.capture.training_signature import TrainingSignature, read_signature
+from fulgurite.host_api import load_library, make_unsafe_view
 
 BoxedFunction = Callable[[list[Any]], Any]
 
@@ -81,11 +89,14 @@ def call_training_graph(
     wrapped   the graph inside AOTAutograd's wrappers. It runs the first call, which tells where
               AOTAutograd builds the backward graph, and calls inside functorch transforms.
     """
-    apply: Callable[..., Any] | None = None
+    # after the first call: `apply` of our function, and what it calls before
+    cell: list[Callable[..., Any] | None] = [None, None]
 
     def call(*inputs: Any) -> Any:
-        nonlocal apply
+        apply, set_thread = cell
         if apply is not None and torch.is_grad_enabled() and not _are_functorch_transforms_active():
+            if set_thread is not None:
+                set_thread()
             return apply(*inputs)
         kept = CallInputs.of(graphs.captured, inputs)
         results = wrapped(*inputs)
@@ -96,10 +107,12 @@ def call_training_graph(
                 function = type(node)._forward_cls
                 if apply is None:
                     function._double_backward = make_double_backward(signature)
-                    apply = make_function(graphs, signature, function._backward_impl)
+                    made = make_function(graphs, signature, function._backward_impl)
+                    cell[:] = made, find_thread_setter(inputs)
         return results
 
-    return call
+    library = load_library()
+    return call if library is None else library.make_callable("call_training", (cell, call))
 
 
 def make_double_backward(signature: TrainingSignature) -> Callable[..., Any]:
@@ -138,6 +151,7 @@ def make_function(
     assert forward_graph is not None, "the forward graph is built before it is called"
     first_saved, num_sizes = signature.num_outputs, signature.num_sizes
     non_differentiable, unsafe_views = signature.non_differentiable, signature.unsafe_views
+    keeps_inputs = not graphs.captured.reason
     expected_gradients = [(each.output, each.stride, each.coerce) for each in signature.tangents]
     autocast = graphs.autocast
     forbids_deterministic = signature.forbids_deterministic
@@ -145,7 +159,8 @@ def make_function(
     captured, taken = graphs.captured, [tangent.output for tangent in signature.tangents]
 
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
-        ctx.call_inputs = CallInputs.of(captured, inputs)
+        if keeps_inputs:
+            ctx.call_inputs = (inputs, read_versions(inputs))
         results = forward_graph.run([*inputs])
         saved = results[first_saved:-num_sizes] if num_sizes else results[first_saved:]
         # a saved view keeps its base's autograd graph alive; its version counter is shared either way
@@ -156,17 +171,13 @@ def make_function(
         if unsafe_views:
             outputs = list(outputs)
             for k in unsafe_views:
-                outputs[k] = torch.ops.aten._unsafe_view.default(outputs[k], outputs[k].shape)
+                outputs[k] = make_unsafe_view(outputs[k])
         if non_differentiable:
             ctx.mark_non_differentiable(
                 *[outputs[k] for k in non_differentiable if isinstance(outputs[k], Tensor)]
             )
             ctx._materialize_non_diff_grads = False
         return tuple(outputs)
-
-    def forward_without_autocast(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
-        with _DisableAutocast():
-            return forward(ctx, *inputs)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         # newer versions of torch pass a list, which is cleared to free the gradients early
@@ -190,9 +201,8 @@ def make_function(
             ctx.call_inputs = None
         if torch.is_grad_enabled():
             tangents = arguments[len(arguments) - len(taken) :]
-            return run_differentiable(
-                call_inputs, lambda: run_backward(ctx, arguments), taken, tangents
-            )
+            call = CallInputs(captured, *call_inputs)
+            return run_differentiable(call, lambda: run_backward(ctx, arguments), taken, tangents)
         return run_in_context(run_backward, ctx, arguments)
 
     def run_backward(ctx: Any, arguments: list[Any]) -> tuple[Any, ...]:
@@ -205,15 +215,31 @@ def make_function(
                 return tuple(graph.run(arguments))
         return tuple(graph.run(arguments))
 
+    run_forward = make_native_forward(forward_graph, graphs, signature) or forward
     members = {
-        "forward": staticmethod(forward_without_autocast if autocast else forward),
+        "forward": staticmethod(without_autocast(run_forward) if autocast else run_forward),
         "backward": staticmethod(backward),
         "boxed_grads_call": True,
     }
     function = type("CompiledFunction", (Function,), members)
+    node_class: Any = function._backward_cls  # type: ignore[attr-defined]
+    node_class.call_inputs = ((), ())  # if they are not kept
+    native = make_native_backward(graphs, signature, backward)
+    if native is not None:
+        node_class.apply = node_class.apply_boxed = native
     # without `Function.apply`, which looks for functorch transforms and leftovers of them (3 µs)
     apply = super(Function, function).apply  # type: ignore[misc]
     return mark_dynamic_outputs(prepare_inputs(apply, signature), signature)
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with autocast disabled: it is part of the graph."""
+
+    def run(*inputs: Any) -> Any:
+        with _DisableAutocast():
+            return function(*inputs)
+
+    return run
 
 
 def mark_dynamic_outputs(

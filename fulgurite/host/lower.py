@@ -10,7 +10,7 @@ Symbols of dynamic sizes are read from the inputs once, at the start.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
+from fulgurite.host.escaping import find_escaping, find_sole_views
 from fulgurite.host.expression import Code, Unsupported, Words
 from fulgurite.host.packed_call import PACKED_OPS, write_packed_call
 from fulgurite.host.region import RegionWriter, as_fused_region
@@ -65,7 +66,8 @@ class _Lowering:
         self.program = Program()
         self.slots: dict[fx.Node, int] = {}
         self.registers: dict[str, int] = {}  # of symbols
-        self.escaping = _find_escaping(steps)
+        self.escaping = find_escaping(steps)
+        self.tracked = self.escaping - find_sole_views(steps)
         for node in steps.inputs:
             self._add_slot(node)
 
@@ -273,7 +275,7 @@ class _Lowering:
                 raise Unsupported("a view with another dtype")
             offset = self._operand(storage_offset(node) - storage_offset(source), writer)
             layout = self._operands([*result.shape, *result.stride()], writer)
-            tracked = int(node in self.escaping)
+            tracked = int(node in self.tracked and op is not aten._unsafe_view.default)
             writer.add(Op.VIEW, [self.slots[node], slot, result.dim(), offset, tracked, *layout])
 
     def _write_copy(self, node: fx.Node, outputs: list[int], writer: StepWriter) -> None:
@@ -332,43 +334,6 @@ class _Lowering:
         ]
         body = [*head, *inputs, *outputs, *dead, *writer.words, Op.END, 2]
         program.steps.append([len(body) + 1, *body])
-
-
-def _find_escaping(steps: StepList) -> set[fx.Node]:
-    """Values that leave the program or are written to, and the values that they are views of.
-
-    Autograd must know which of them share memory: a write to one changes the version of all.
-    """
-    found = {value for value in _as_list(steps.outputs) if isinstance(value, fx.Node)}
-    for step in reversed(steps.steps):
-        found.update(_sources(step, found))
-    return found
-
-
-def _sources(step: Step, escaping: Set[fx.Node]) -> list[fx.Node]:
-    """What the step writes to, and what its escaping results may be views of."""
-    node, op = step.node, aten_op(step.node)
-    if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
-        return list(node.all_input_nodes)
-    if not any(result in escaping for result in step.outputs):
-        return []
-    if isinstance(node.target, Region):
-        fused = as_fused_region(node.target.call)
-        if fused is None or len(step.outputs) != len(fused.region.outputs):
-            return list(node.all_input_nodes)
-        pairs = zip(fused.region.outputs, step.outputs, strict=True)
-        names = {output.name for output, result in pairs if result in escaping}
-        arguments = zip(fused.region.arguments, node.args, strict=True)
-        return [
-            value
-            for argument, value in arguments
-            if isinstance(value, fx.Node) and getattr(argument, "name", None) in names
-        ]
-    return list(node.all_input_nodes) if is_view(node) else []
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_tensor(node: fx.Node) -> bool:

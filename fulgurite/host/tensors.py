@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import torch
 
+from fulgurite import host_api
 from fulgurite.fuser.runtime.memory_pool import MIN_POOLED_BYTES, allocate
 from fulgurite.host.expression import Unsupported
 from fulgurite.host.words import Op, StepWriter
-from fulgurite.host_api import find_torch_function
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 
 
-@functools.cache
 def dtype_code(dtype: torch.dtype) -> int:
-    """torch's number of a dtype, by `aoti_torch_dtype_float32` and its like."""
-    name = str(dtype).removeprefix("torch.")
-    address = find_torch_function(f"aoti_torch_dtype_{name}")
-    if address is None:
+    """torch's number of a dtype."""
+    code = host_api.dtype_code(dtype)
+    if code is None:
         raise Unsupported(f"torch's C interface has no {dtype}")
-    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+    return code
 
 
 def write_allocation(

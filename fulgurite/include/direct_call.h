@@ -111,20 +111,23 @@ EXPORT Object call_directly(Object self, Object const* arguments, int64_t count,
   return api.vectorcall(d.slow, arguments, count, names);
 }
 
+// Runs what a graph's `run` is on the inputs. steals: their references
+static Object run_graph(Object run, Object const* inputs, int64_t count, bool steals) {
+  if (((Object*)run)[1] == api.builtin_type && api.builtin_function(run) == (void*)run_program)
+    return execute(api.builtin_self(run), inputs, count, 0, steals);
+  Object list = make_list(inputs, count, steals);
+  Object result = list ? api.vectorcall(run, &list, 1, 0) : 0;
+  if (list) api.decref(list);
+  return result;
+}
+
 // self: (a graph with an attribute `run`,). Runs the graph on the arguments, without gradient recording.
 EXPORT Object call_graph(Object self, Object const* arguments, int64_t count) {
   Object run = api.get_attribute(api.tuple_item(self, 0), api.run_key);
   if (!run) return 0;
   bool records = api.is_grad_enabled();
   if (records) api.set_grad_enabled(false);
-  Object result;
-  if (((Object*)run)[1] == api.builtin_type && api.builtin_function(run) == (void*)run_program) {
-    result = execute(api.builtin_self(run), arguments, count, 0);
-  } else {
-    Object list = make_list(arguments, count);
-    result = list ? api.vectorcall(run, &list, 1, 0) : 0;
-    if (list) api.decref(list);
-  }
+  Object result = run_graph(run, arguments, count, false);
   if (records) api.set_grad_enabled(true);
   api.decref(run);
   return result;

@@ -50,6 +50,13 @@ struct Api {
   Object (*builtin_self)(Object);                                  // borrowed
   void* (*save_thread)();
   void (*restore_thread)(void*);
+  int (*set_attribute)(Object, Object, Object);
+  Object (*sequence_tuple)(Object);
+  Object (*vectorcall_method)(Object, Object const*, uint64_t, Object);
+  Object (*context_copy)(Object);
+  int (*context_enter)(Object);
+  int (*context_exit)(Object);
+  int (*compare)(Object, Object, int);                             // PyObject_RichCompareBool
   // torch
   int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
   int32_t (*reinterpret)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*);
@@ -60,6 +67,9 @@ struct Api {
   int32_t (*sizes)(Handle, int64_t**);
   int32_t (*strides)(Handle, int64_t**);
   int32_t (*storage_offset)(Handle, int64_t*);
+  int32_t (*get_dtype)(Handle, int32_t*);
+  int32_t (*device_type)(Handle, int32_t*);
+  int32_t (*device_index)(Handle, int32_t*);
   Object (*wrap)(Handle);                                          // THPVariable_Wrap
   int (*num_threads)();
   int64_t (*num_dispatch_modes)();
@@ -91,6 +101,14 @@ struct Api {
   Object global_hooks[6];
   Object hook_keys[4];
   Object forward_key, cache_entry_key, run_key;
+  // for include/training_call.h
+  Object false_, list_type, tuple_type;
+  Object version_key, call_inputs_key, to_save_key, sizes_key, saved_tensors_key, non_differentiable_key;
+  Object materialize_key, clear_saved_key, backward_key, context_key;
+  Object has_functorch_transforms, functorch_stack, has_autocast, is_deterministic, keeps_graph;
+  Object is_view, detach, unsafe_view, has_thread_object, get_thread_object;
+  // for include/launch_plan.h
+  Object requires_grad_key;
 };
 static Api api;
 
@@ -656,31 +674,37 @@ static Object make_outputs(Frame& f) {
   return tuple;
 }
 
-static Object make_list(Object const* items, int64_t count) {
+static Object make_list(Object const* items, int64_t count, bool steals = false) {
   Object list = api.list_new(count);
-  for (int64_t k = 0; list && k < count; ++k) {
-    api.incref(items[k]);
+  for (int64_t k = 0; k < count; ++k) {
+    if (!list) {
+      if (steals) api.decref(items[k]);
+      continue;
+    }
+    if (!steals) api.incref(items[k]);
     api.list_set(list, k, items[k]);
   }
   return list;
 }
 
 // The trace as Python; `list` is null if the inputs did not come in one.
-static Object run_python_form(Frame& f, Object const* inputs, int64_t count, Object list) {
-  Object given = list ? list : make_list(inputs, count);
+static Object run_python_form(Frame& f, Object const* inputs, int64_t count, Object list, bool steals) {
+  Object given = list ? list : make_list(inputs, count, steals);
   Object result = given ? api.vectorcall(f.objects[f.header->python_form], &given, 1, 0) : 0;
   if (given && !list) api.decref(given);
   return result;
 }
 
-static Object execute(Object self, Object const* inputs, int64_t count, Object list) {
+// list     holds the inputs, and is cleared; or null
+// steals   the references to the inputs: each is released after its last use
+static Object execute(Object self, Object const* inputs, int64_t count, Object list, bool steals = false) {
   Frame f;
   f.code = (const int64_t*)api.bytes_data(api.tuple_item(self, 0));
   f.header = (const Header*)f.code;
   const Header& header = *f.header;
   f.objects = (Object const*)header.objects;
   f.kinds = f.code + header.kinds;
-  if (UNLIKELY(!can_run(header, f.kinds, inputs, count))) return run_python_form(f, inputs, count, list);
+  if (UNLIKELY(!can_run(header, f.kinds, inputs, count))) return run_python_form(f, inputs, count, list, steals);
   f.slots = (Slot*)__builtin_alloca(sizeof(Slot) * (header.num_slots + 1));
   f.registers = (int64_t*)__builtin_alloca(8 * (header.num_registers + 1));
   f.thread = 0;
@@ -688,7 +712,7 @@ static Object execute(Object self, Object const* inputs, int64_t count, Object l
   f.has_stream = false;
   for (int64_t k = 0; k < header.num_slots; ++k) f.slots[k] = Slot{0, 0, 0};
   for (int64_t k = 0; k < count; ++k) {
-    api.incref(inputs[k]);
+    if (!steals) api.incref(inputs[k]);
     set_object(f, k, inputs[k]);
   }
   for (int64_t k = 0; k < header.num_constants; ++k) {

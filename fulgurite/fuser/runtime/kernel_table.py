@@ -10,9 +10,9 @@ import ctypes
 from collections.abc import Sequence
 
 from fulgurite.fuser.runtime.compile_triton import CompiledVariants, LaunchHandle
+from fulgurite.kernels.common.native_plan import WARP_SIZE, is_plain_launch
 
 NUM_VARIANTS = 8
-WARP_SIZE = 32
 FIELDS = 3
 
 
@@ -46,17 +46,4 @@ class KernelTable:
 
 
 def _is_plain_launch(handle: LaunchHandle) -> bool:
-    """Whether a launch needs a grid, threads and shared memory, and nothing else."""
-    launcher, function, metadata = handle
-    if not isinstance(function, int) or metadata is None or len(metadata) < 3 or metadata[1] != 1:
-        return False
-    return not any(
-        getattr(launcher, name, 0)
-        for name in (
-            "launch_cooperative_grid",
-            "launch_pdl",
-            "global_scratch_size",
-            "profile_scratch_size",
-            "gsan_enabled",
-        )
-    )
+    return is_plain_launch(*handle)

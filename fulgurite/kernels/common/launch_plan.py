@@ -6,7 +6,8 @@
 In: a function that launches cached kernels on the current CUDA device. Out: the same function. A call
 with the same dtypes, shapes, strides and numbers launches the same kernels with other addresses. The
 host code between the launches takes far longer than they do, so the second call of a kind is recorded:
-its allocations, and its launches with the origin of each address. Later calls allocate and launch only.
+its allocations, and its launches with the origin of each address. Later calls allocate and launch only,
+in native code where the kernels allow it (`native_plan.py`).
 
 A function that does anything else stays as it is: an op of torch that is no allocation or view, a kernel
 launched through Triton (with tensor descriptors), an address of unknown origin. Results must be new.
@@ -25,7 +26,9 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from fulgurite.determinism import is_deterministic
-from fulgurite.kernels.common.launch_recorder import LaunchPlan, Recorder
+from fulgurite.host_api import load_library
+from fulgurite.kernels.common.launch_recorder import LaunchPlan, Recorder, allocate
+from fulgurite.kernels.common.native_plan import NativePlan, PlannedCall, write_plan
 from fulgurite.kernels.common.pdl import in_pdl_region
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
 from fulgurite.kernels.registry import PLAIN_TENSORS
@@ -33,6 +36,7 @@ from fulgurite.quant import QuantTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_PLANS = 256  # of a function; lengths of batches change all the time
+MAX_RECENT_PLANS = 8  # that native code compares a call with, 0.3 µs each
 MAX_ATTEMPTS = 3  # to record: the first calls compile kernels
 MAX_BYTES = 4 << 20  # of the first tensor: 256 tokens of a large model
 
@@ -64,15 +68,24 @@ class _PlannedFunction:
     def __init__(self, function: Callable[..., Any], settings: tuple[type, ...]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.hashable = frozenset((int, float, bool, str, type(None), *settings))
+        self.hashable: frozenset[type] = frozenset((int, float, bool, str, type(None), *settings))
         self.plans: dict[Any, LaunchPlan | int] = {}
+        self._native_plans: dict[Any, NativePlan | None] = {}  # None: only Python can replay it
+        self._recent: list[NativePlan] = []  # those that native code compares a call with
+        self._native: Callable[..., Any] | None = None  # it calls `_find_plan` for others
         _planned_functions.append(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.function(*args, **kwargs)
+        if self._native is not None:
+            return self._native(*args, **kwargs)
+        return self._find_plan(*args, **kwargs)
+
+    def _find_plan(self, *args: Any, **kwargs: Any) -> Any:
         first = args[0]
         if (
-            torch.compiler.is_dynamo_compiling()
-            or type(first) not in PLAIN_TENSORS
+            type(first) not in PLAIN_TENSORS
             or _len_torch_dispatch_stack()
             or not _is_on_current_gpu(first)
             or first.nbytes > MAX_BYTES
@@ -88,6 +101,8 @@ class _PlannedFunction:
         whole_key = tuple(key)
         plan = self.plans.get(whole_key, 0)
         if isinstance(plan, LaunchPlan):
+            call = PlannedCall(args, kwargs, first.device, self.hashable)
+            self._use_native(whole_key, plan, call)
             return plan.replay(addresses, first.device)
         if plan >= MAX_ATTEMPTS:
             return self.function(*args, **kwargs)
@@ -102,12 +117,33 @@ class _PlannedFunction:
         kwargs: dict[str, Any],
     ) -> Any:
         if len(self.plans) >= MAX_PLANS:
-            self.plans.clear()
+            self.clear()
         recorder = Recorder(tensors)
         with recorder.active():
             result = self.function(*args, **kwargs)
         self.plans[key] = recorder.make_plan(result) or attempts + 1
         return result
+
+    def _use_native(self, key: tuple[Any, ...], plan: LaunchPlan, call: PlannedCall) -> None:
+        """Let native code replay the next calls of this kind, where it can."""
+        library = load_library()
+        if library is None:
+            return
+        if key not in self._native_plans:
+            self._native_plans[key] = write_plan(plan, call, allocate)
+        words = self._native_plans[key]
+        if words is None or any(words is known for known in self._recent):
+            return
+        self._recent.insert(0, words)
+        del self._recent[MAX_RECENT_PLANS:]
+        if self._native is None:
+            self._native = library.make_callable("call_planned", (self._recent, self._find_plan))
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self.plans.clear()
+        self._native_plans.clear()
+        self._recent.clear()
 
     def _add_to_key(self, values: tuple[Any, ...], key: list[Any], tensors: list[Tensor]) -> bool:
         """Add what launches depend on besides addresses. False if that is unknown."""
@@ -137,7 +173,7 @@ _planned_functions: list[_PlannedFunction] = []
 def clear_plans() -> None:
     """Forget all plans: after launch parameters were changed."""
     for function in _planned_functions:
-        function.plans.clear()
+        function.clear()
 
 
 def _is_on_current_gpu(tensor: Tensor) -> bool:

@@ -61,6 +61,7 @@ class PlannedLaunch(NamedTuple):
     tail: tuple[Any, ...]  # handle, metadata, hooks
     arguments: list[Any]
     addresses: tuple[Address, ...]
+    types: Sequence[str] | None  # Triton's type of each argument
 
 
 class NewTensor(NamedTuple):
@@ -80,21 +81,27 @@ class LaunchPlan:
     workspace_bytes: int
     counters: tuple[int, ...]  # how many zeros each
     launches: tuple[PlannedLaunch, ...]
-    build: Callable[[list[Tensor]], Any]  # results → what the function returns
+    kind: Any  # the class of the result: `Tensor`, `tuple`, or a named tuple
+
+    def build(self, tensors: list[Tensor]) -> Any:
+        """What the function returns, from its tensors."""
+        if self.kind is Tensor:
+            return tensors[0]
+        return tuple(tensors) if self.kind is tuple else self.kind(*tensors)
 
     def replay(self, addresses: list[int], device: torch.device) -> Any:
         results = []
         for sizes, strides, dtype, view in self.results:
-            tensor = _allocate(sizes, strides, dtype)
+            tensor = allocate(sizes, strides, dtype)
             addresses.append(tensor.data_ptr())
             results.append(tensor if view is None else tensor.as_strided(*view))
         if self.workspace_bytes:
-            workspace = _allocate((self.workspace_bytes,), (1,), torch.uint8)
+            workspace = allocate((self.workspace_bytes,), (1,), torch.uint8)
             addresses.append(workspace.data_ptr())
         for count in self.counters:
             addresses.append(acquire_counters(device, count).data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for run, head, tail, arguments, origins in self.launches:
+        for run, head, tail, arguments, origins, _ in self.launches:
             arguments = arguments.copy()
             for position, source, offset in origins:
                 arguments[position] = addresses[source] + offset
@@ -102,7 +109,7 @@ class LaunchPlan:
         return self.build(results)
 
 
-_allocate: Callable[..., Tensor] = getattr(
+allocate: Callable[..., Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided
 )
 
@@ -117,6 +124,7 @@ class _RecordedLaunch:
     tail: tuple[Any, ...]
     arguments: list[Any]
     tensors: list[tuple[int, Tensor]]
+    types: Sequence[str] | None
 
 
 class Recorder(TorchDispatchMode):
@@ -148,8 +156,9 @@ class Recorder(TorchDispatchMode):
         tail: tuple[Any, ...],
         arguments: list[Any],
         tensors: list[tuple[int, Tensor]],
+        types: Sequence[str] | None = None,
     ) -> None:
-        self.launches.append(_RecordedLaunch(run, head, tail, arguments, tensors))
+        self.launches.append(_RecordedLaunch(run, head, tail, arguments, tensors, types))
 
     def fail(self, *_: Any, **__: Any) -> None:
         """A launch that can't be recorded; also Triton's launch hook."""
@@ -169,24 +178,23 @@ class Recorder(TorchDispatchMode):
 
     def make_plan(self, result: Any) -> LaunchPlan | None:
         """The plan of the recorded call; None if something can't be repeated."""
-        outputs, build = _take_apart(result)
+        outputs, kind = _take_apart(result)
         storages = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}
-        if self.problem or outputs is None or build is None or len(storages) < len(self.inputs):
+        if self.problem or outputs is None or len(storages) < len(self.inputs):
             return None  # which of two inputs in one storage an address belongs to is unknown
-        return _PlanBuilder(self, outputs).build(build)
+        return _PlanBuilder(self, outputs).build(kind)
 
 
 def _is_view(result: Tensor, source: Tensor) -> bool:
     return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
-def _take_apart(result: Any) -> tuple[list[Tensor] | None, Callable[[list[Tensor]], Any] | None]:
-    """The tensors of a result, and how to make the result from others."""
+def _take_apart(result: Any) -> tuple[list[Tensor] | None, Any]:
+    """The tensors of a result, and its class; None if it is something else."""
     if type(result) is Tensor:
-        return [result], lambda tensors: tensors[0]
+        return [result], Tensor
     if isinstance(result, tuple) and all(type(value) is Tensor for value in result):
-        kind: Any = type(result)
-        return list(result), (tuple if kind is tuple else lambda tensors: kind(*tensors))
+        return list(result), type(result)
     return None, None
 
 
@@ -199,7 +207,7 @@ class _PlanBuilder:
     source_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage → entry, offset
     counters: dict[int, Tensor] = field(default_factory=dict)  # by their address
 
-    def build(self, build: Callable[[list[Tensor]], Any]) -> LaunchPlan | None:
+    def build(self, kind: Any) -> LaunchPlan | None:
         num_inputs = len(self.recorder.inputs)
         results = self._place_results(num_inputs)
         if results is None:
@@ -214,11 +222,16 @@ class _PlanBuilder:
                 return None
             launches.append(
                 PlannedLaunch(
-                    launch.run, launch.head, launch.tail, launch.arguments, tuple(addresses)
+                    launch.run,
+                    launch.head,
+                    launch.tail,
+                    launch.arguments,
+                    tuple(addresses),
+                    launch.types,
                 )
             )
         counts = tuple(tensor.numel() for tensor in self.counters.values())
-        return LaunchPlan(tuple(results), workspace_bytes, counts, tuple(launches), build)
+        return LaunchPlan(tuple(results), workspace_bytes, counts, tuple(launches), kind)
 
     def _place_results(self, first: int) -> list[NewTensor] | None:
         """One allocation a result; None if a result is not new, or shares one with another."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fulgurite.kernels.common.native_plan import find_parameter_types
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
 from fulgurite.kernels.registry import RECORDING
 
@@ -46,6 +47,7 @@ class CompiledLaunch(NamedTuple):
     function: int
     packed_metadata: Any
     constants: Args
+    types: Sequence[str] | None  # Triton's type of each parameter
 
 
 class CallSignature(NamedTuple):
@@ -99,12 +101,12 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
         for position, address in zip(signature.tensor_positions, addresses, strict=True):
             raw[position] = address
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        run, function, metadata, constants = compiled
+        run, function, metadata, constants, types = compiled
         run(x, y, z, current_stream(device), function, metadata, None, None, None, *raw, *constants)
         if RECORDING.recorder is not None:
             tail = (function, metadata, None, None, None)
             given = list(zip(signature.tensor_positions, tensors, strict=True))
-            RECORDING.recorder.add_launch(run, (x, y, z), tail, [*raw, *constants], given)
+            RECORDING.recorder.add_launch(run, (x, y, z), tail, [*raw, *constants], given, types)
 
     def _run_uncached(self, grid: Grid, args: Args, named: dict[str, Any]) -> Any:
         if RECORDING.recorder is not None:
@@ -135,7 +137,10 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
 
     def _compiled_launch(self, kernel: Any, count: int, named: dict[str, Any]) -> CompiledLaunch:
         constants = (named.get(p.name, p.default) for p in self.params[count:])
-        return CompiledLaunch(kernel.run, kernel.function, kernel.packed_metadata, tuple(constants))
+        types = find_parameter_types(kernel)
+        return CompiledLaunch(
+            kernel.run, kernel.function, kernel.packed_metadata, tuple(constants), types
+        )
 
 
 def cached_launch(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -47,7 +47,7 @@ def launch(recorder, run, *arguments):
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(
-        launch_recorder, "_allocate", lambda s, t, dtype: torch.empty_strided(s, t, dtype=dtype)
+        launch_recorder, "allocate", lambda s, t, dtype: torch.empty_strided(s, t, dtype=dtype)
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
 
