@@ -43,6 +43,5 @@ def test_dtypes_by_name() -> None:
     assert device.resolve_dtype("bfloat16") is torch.bfloat16
     assert device.resolve_dtype("torch.float16") is torch.float16
     assert device.resolve_dtype(torch.float64) is torch.float64
-    for name in ("fp8", torch.int8):
-        with pytest.raises(ArgumentError, match="use float32, float16, bfloat16"):
-            device.resolve_dtype(name)
+    with pytest.raises(ArgumentError, match="dtype='fp8'(.|\\n)*use float32, float16, bfloat16"):
+        device.resolve_dtype("fp8")
