@@ -180,6 +180,27 @@ def choose_compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dty
     return stored if stored in cpu_info().native_dtypes else torch.float32
 
 
+COMPUTE_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a name; a dtype and None stay as they are."""
+    if not isinstance(dtype, str):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    if name not in COMPUTE_DTYPES:
+        raise ArgumentError(
+            f"dtype={dtype!r} is not supported",
+            next=f"use {', '.join(COMPUTE_DTYPES)}, or quantize= for quantized weights",
+        )
+    return COMPUTE_DTYPES[name]
+
+
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """The device by name; None: a GPU if there is one. ArgumentError if it can't be used."""
     if device is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fulgurite import device
+from fulgurite.errors import ArgumentError
 
 
 def test_cpu_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +36,12 @@ def test_measuring_restores_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     assert device.measure_copy_bandwidth(1, megabytes=2, repeats=3) > 0
     assert torch.get_num_threads() == before
+
+
+def test_dtypes_by_name() -> None:
+    assert device.resolve_dtype(None) is None
+    assert device.resolve_dtype("bfloat16") is torch.bfloat16
+    assert device.resolve_dtype("torch.float16") is torch.float16
+    assert device.resolve_dtype(torch.float64) is torch.float64
+    with pytest.raises(ArgumentError, match="dtype='fp8'(.|\\n)*use float32, float16, bfloat16"):
+        device.resolve_dtype("fp8")

@@ -94,6 +94,10 @@ class ConfigFields:
         missing = {name: value for name, value in defaults.items() if name not in self}
         return ConfigFields({**self.values, **missing}, self.where)
 
+    def with_values(self, **values: object) -> ConfigFields:
+        """The fields, with these values instead of the file's."""
+        return ConfigFields({**self.values, **values}, self.where)
+
     def get_section(self, name: str) -> ConfigFields:
         """A nested object; empty if absent."""
         values = self.values.get(name)

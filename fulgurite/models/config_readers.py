@@ -10,8 +10,20 @@ from collections.abc import Mapping
 
 import torch
 
+from fulgurite.errors import WeightsError
 from fulgurite.models.config import DTYPES, ROPE_TYPES, ConfigFields, RopeConfig, yarn_mscale
 
+# hidden_act in transformers -> the name here. Several are the same function.
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
 ROPE_BASE = ("rope_theta", "partial_rotary_factor", "mrope_section")  # not of a scaling
 
 
@@ -141,9 +153,24 @@ def _read_attention_factor(
     return 1.0
 
 
+def read_activation(fields: ConfigFields, default: str, name: str = "hidden_act") -> str:
+    """The activation of an MLP."""
+    value = fields.get_str(name, default)
+    if value not in ACTIVATION_NAMES:
+        raise WeightsError(
+            f"{name}={value!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}",
+            where=fields.where,
+            next="run transformers' own modules: implementation='transformers'",
+        )
+    return ACTIVATION_NAMES[value]
+
+
 def read_dtype(fields: ConfigFields) -> torch.dtype:
     """The dtype of the checkpoint; float32 if config.json does not say."""
     name = fields.get_str("dtype", fields.get_str("torch_dtype", "float32"))
+    name = name.removeprefix("torch.")
+    if name == "float64":  # stored so, computed in float32
+        return torch.float32
     if name not in DTYPES:
         raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulgurite.device import choose_compute_dtype, resolve_device
+from fulgurite.device import choose_compute_dtype, resolve_device, resolve_dtype
 from fulgurite.errors import ArgumentError
 from fulgurite.models.expert_load import ExpertLoadCounter
 from fulgurite.models.layers import CausalLM
@@ -188,7 +188,7 @@ class LLM:
     def _load(self, checkpoint: Checkpoint, is_gguf: bool) -> None:
         """Plan the memory, load the weights and build the engine."""
         config, device = self.config, self.device
-        dtype = config.dtype
+        dtype = resolve_dtype(config.dtype)
         if dtype is None and is_gguf and device.type == "cuda":
             dtype = torch.bfloat16
         if dtype is None:

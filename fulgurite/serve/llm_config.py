@@ -17,8 +17,8 @@ class LLMConfig:
     """The options of an `LLM`.
 
     Attributes:
-        dtype: dtype of weights that are not quantized. None: the checkpoint's, or float32 on a CPU
-            without instructions for it; bfloat16 for GGUF files on a GPU.
+        dtype: dtype of weights that are not quantized, or its name. None: the checkpoint's, or
+            float32 on a CPU without instructions for it; bfloat16 for GGUF files on a GPU.
         device: `cpu` or `cuda`. None: `cuda` if there is a GPU.
         kv_dtype: dtype of the KV cache: `float32`, `bfloat16`, `float16`, `fp8` or `auto`. `auto`:
             the model's dtype; float16 for quantized weights on a CPU; `fp8` on a GPU if the
@@ -70,7 +70,7 @@ class LLMConfig:
         max_restarts: restarts of the ranks within ten minutes; after that every request fails.
     """
 
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
     device: str | torch.device | None = None
     kv_dtype: str = "auto"
     context: int | None = None

@@ -6,12 +6,15 @@ import copy
 import json
 
 import pytest
+import torch
 import transformers
+from transformers.activations import ACT2FN
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.registry import ARCHITECTURES, find_family
 from fulgurite.models.loading.checkpoint import get_language_model_fields
+from tests.models.more_cases import MORE_CASES
 from tests.models.reference_models import CASES, COMMON, ModelPair
 
 LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"]}
@@ -77,12 +80,45 @@ def test_errors_name_the_field(change: dict[str, object], message: str) -> None:
         ("gemma3", {"use_bidirectional_attention": True}),
         ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("gemma2", {"layer_types": ["full_attention"]}),
+        ("llama", {"hidden_act": "relu"}),
+        ("gemma2", {"hidden_activation": "relu"}),
+        ("qwen3_next", {"hidden_act": "gelu"}),  # also of its convolutions
+        ("qwen3_5_moe", {"hidden_act": "gelu"}),
     ],
 )
 def test_unsupported_values_are_rejected(name: str, change: dict[str, object]) -> None:
     prefix, fields = CASES[name]
     with pytest.raises(WeightsError, match=next(iter(change))):
         read_config({**COMMON, **fields, "architectures": [prefix + "ForCausalLM"], **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("swish", "silu"), ("gelu_new", "gelu_pytorch_tanh"), ("gelu_fast", "gelu_pytorch_tanh")],
+)
+def test_other_names_of_an_activation(name: str, activation: str) -> None:
+    assert read_config({**LLAMA, "hidden_act": name}).activation == activation
+    x = torch.linspace(-4, 4, 101)
+    assert torch.allclose(ACT2FN[name](x), ACT2FN[activation](x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("cohere", "layer_norm_eps"), ("starcoder2", "norm_epsilon"), ("lfm2", "norm_eps")],
+)
+def test_a_family_reads_its_own_epsilon(name: str, field: str) -> None:
+    """Not `rms_norm_eps`, which another tool may have left in the file."""
+    prefix, fields = (CASES | MORE_CASES)[name]
+    values = {**COMMON, **fields, "architectures": [prefix + "ForCausalLM"], "rms_norm_eps": 0.5}
+    assert read_config({**values, field: 1e-3}).norm_eps == 1e-3
+    assert read_config(values).norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("torch.bfloat16", torch.bfloat16), ("float64", torch.float32)]
+)
+def test_names_of_dtypes(name: str, dtype: torch.dtype) -> None:
+    assert read_config({**LLAMA, "torch_dtype": name}).dtype == dtype
 
 
 def test_gemma3_old_rope_fields(get_pair) -> None:

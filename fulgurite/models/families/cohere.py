@@ -46,9 +46,8 @@ def read_cohere2(fields: ConfigFields) -> ModelConfig:
 
 
 def _read(name: str, fields: ConfigFields, theta: float) -> ModelConfig:
-    fields = fields.with_defaults(
-        rms_norm_eps=fields.get_float("layer_norm_eps", 1e-5), tie_word_embeddings=True
-    )
+    fields = fields.with_values(rms_norm_eps=fields.get_float("layer_norm_eps", 1e-5))
+    fields = fields.with_defaults(tie_word_embeddings=True)
     bias = fields.get_bool("attention_bias", False)
     return replace(
         read_dense_config(name, fields, theta=theta, interleaved=True),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from fulgurite.models.config import ConfigFields, ModelConfig
+from fulgurite.models.families.expert_names import select_experts
 from fulgurite.models.weight_mapping import WeightMapping
 
 
@@ -45,8 +45,8 @@ class ModelFamily:
     ignored          patterns of tensor names that are known and not needed
     gguf             the same for GGUF files, if supported
     sharding_rules   module name pattern -> parallel style; see `fulgurite.parallel.tensor`
-    named_experts    experts under names of their own, as quantized checkpoints of families that
-                     stack experts store them; gate before up
+    named_experts    experts under names of their own, for families that stack experts: what
+                     `fulgurite quantize` writes; gate before up
     """
 
     name: str
@@ -60,10 +60,4 @@ class ModelFamily:
 
     def select_weights(self, names: Collection[str]) -> tuple[WeightMapping, ...]:
         """The mappings for a checkpoint that holds tensors of these names."""
-        for mapping in self.named_experts:
-            pattern = re.escape(mapping.source.replace("{layer}", "0").replace("{expert}", "0"))
-            if any(re.fullmatch(pattern.replace("0", r"\d+"), name) for name in names):
-                targets = {expert.target for expert in self.named_experts}
-                others = tuple(other for other in self.weights if other.target not in targets)
-                return others + self.named_experts
-        return self.weights
+        return select_experts(self.weights, names)

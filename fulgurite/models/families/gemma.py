@@ -13,8 +13,8 @@ from torch import nn
 
 from fulgurite.models.attention import Attention
 from fulgurite.models.blocks import GatedMLP
-from fulgurite.models.config import ACTIVATIONS, ConfigFields, LayerConfig, ModelConfig
-from fulgurite.models.config_readers import read_layer_types
+from fulgurite.models.config import ConfigFields, LayerConfig, ModelConfig
+from fulgurite.models.config_readers import read_activation, read_layer_types
 from fulgurite.models.families import common
 from fulgurite.models.families.common import GGUF_LAYER, HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
@@ -39,7 +39,7 @@ def read_gemma(fields: ConfigFields) -> ModelConfig:
         head_dim=256,
     )
     config = read_dense_config("gemma", fields)
-    activation = fields.get_choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+    activation = read_activation(fields, "gelu_pytorch_tanh", "hidden_activation")
     bias = fields.get_bool("attention_bias", False)
     return replace(
         config,
@@ -100,7 +100,7 @@ def _apply_gemma_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfi
     bias = fields.get_bool("attention_bias", False)
     return replace(
         config,
-        activation=fields.get_choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=read_activation(fields, "gelu_pytorch_tanh", "hidden_activation"),
         tie_word_embeddings=fields.get_bool("tie_word_embeddings", True),
         attention_scale=fields.get_positive_float("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=fields.get_optional_float("final_logit_softcapping"),

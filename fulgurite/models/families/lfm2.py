@@ -22,8 +22,8 @@ LAYER_TYPES = ("conv", "full_attention")
 
 
 def read_config(fields: ConfigFields) -> ModelConfig:
+    fields = fields.with_values(rms_norm_eps=fields.get_float("norm_eps", 1e-5))
     fields = fields.with_defaults(
-        rms_norm_eps=fields.get_float("norm_eps", 1e-5),
         tie_word_embeddings=fields.get_bool("tie_embedding", True),
         rope_theta=1_000_000.0,
     )

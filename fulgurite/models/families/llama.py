@@ -13,8 +13,8 @@ from torch import nn
 
 from fulgurite.models.attention import Attention
 from fulgurite.models.blocks import GatedMLP
-from fulgurite.models.config import ACTIVATIONS, ConfigFields, LayerConfig, ModelConfig
-from fulgurite.models.config_readers import read_dtype, read_rope
+from fulgurite.models.config import ConfigFields, LayerConfig, ModelConfig
+from fulgurite.models.config_readers import read_activation, read_dtype, read_rope
 from fulgurite.models.families import common
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
 from fulgurite.models.families.layer_types import SLIDING
@@ -63,7 +63,7 @@ def read_dense_config(
         layers=(LayerConfig(rope),) * fields.get_positive_int("num_hidden_layers"),
         norm_eps=fields.get_float("rms_norm_eps", 1e-6),
         max_positions=fields.get_positive_int("max_position_embeddings"),
-        activation=fields.get_choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=read_activation(fields, "silu"),
         tie_word_embeddings=fields.get_bool("tie_word_embeddings", False),
         dtype=read_dtype(fields),
         bos_token_id=next(iter(fields.get_ints("bos_token_id")), None),

@@ -50,6 +50,7 @@ MROPE_SECTIONS = (11, 11, 10)
 
 def read_config(fields: ConfigFields) -> ModelConfig:
     fields = fields.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    fields.require("hidden_act", "silu", default="silu")  # also of the convolutions
     bias = fields.get_bool("attention_bias", False)
     config = replace(
         read_dense_config("qwen3_next", fields),

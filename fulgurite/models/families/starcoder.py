@@ -8,7 +8,8 @@ from torch import nn
 
 from fulgurite.models.attention import Attention
 from fulgurite.models.blocks import MLP
-from fulgurite.models.config import ACTIVATIONS, LAYER_NORM, ConfigFields, ModelConfig
+from fulgurite.models.config import LAYER_NORM, ConfigFields, ModelConfig
+from fulgurite.models.config_readers import read_activation
 from fulgurite.models.families import common
 from fulgurite.models.families.common import HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
@@ -19,15 +20,15 @@ from fulgurite.models.weight_mapping import WeightMapping
 
 
 def read_config(fields: ConfigFields) -> ModelConfig:
+    fields = fields.with_values(rms_norm_eps=fields.get_float("norm_epsilon", 1e-5))
     fields = fields.with_defaults(
-        rms_norm_eps=fields.get_float("norm_epsilon", 1e-5),
         hidden_act="gelu_pytorch_tanh",
         tie_word_embeddings=True,
     )
     bias = fields.get_bool("use_bias", True)
     config = replace(
         read_dense_config("starcoder2", fields),
-        activation=fields.get_choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=read_activation(fields, "gelu_pytorch_tanh"),
         norm_type=LAYER_NORM,
         qkv_bias=bias,
         o_proj_bias=bias,

@@ -216,8 +216,9 @@ def find_dtype(source: TensorSource) -> str:
     """The dtype that most dense weights have, for a config.json that names none."""
     sizes = dict.fromkeys(FILE_DTYPES, 0)
     for entry in source.entries().values():
-        if entry.dtype in sizes:
-            sizes[entry.dtype] += math.prod(entry.shape)
+        dtype = torch.float32 if entry.dtype == torch.float64 else entry.dtype
+        if dtype in sizes:
+            sizes[dtype] += math.prod(entry.shape)
     largest = max(sizes, key=lambda dtype: sizes[dtype])
     return str(largest).removeprefix("torch.")
 

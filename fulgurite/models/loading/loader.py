@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulgurite.device import resolve_dtype
 from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.kernels.quantize.row_chunks import quantize_in_row_chunks
 from fulgurite.logs import LOG
@@ -45,7 +46,7 @@ from fulgurite.quant.config import QuantConfig
 def load_model(
     name: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     keep_quantized: bool = False,
     activations: str | None = None,
@@ -54,7 +55,7 @@ def load_model(
 ) -> CausalLM:
     """Load the model of a folder, a file or a name on the Hub (see hub.py).
 
-    dtype            compute dtype; None: the dtype of the checkpoint
+    dtype            compute dtype, also by its name; None: the dtype of the checkpoint
     keep_quantized   keep weights that the file stores quantized (see quantized.py); otherwise they
                      are dequantized to `dtype`
     activations      activation format of quantized weights. None: what the checkpoint prescribes,
@@ -67,7 +68,7 @@ def load_model(
     with open_checkpoint(hub.resolve_model_path(name), implementation) as checkpoint:
         return load_checkpoint(
             checkpoint,
-            dtype=dtype,
+            dtype=resolve_dtype(dtype),
             device=device,
             keep_quantized=keep_quantized,
             activations=activations,

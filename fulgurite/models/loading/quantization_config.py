@@ -46,6 +46,20 @@ METHOD_ALIASES = {
     "modelopt_mxfp8": "modelopt",
     "compressed_tensors": "compressed-tensors",
 }
+# `format` of compressed-tensors, of the model and of a group. mixed-precision: one a group.
+COMPRESSED_FORMATS = (
+    "dense",
+    "fakequant",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "mixed-precision",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
+    "mxfp8-quantized",
+)
 IGNORE_FIELDS = (
     "ignore",
     "exclude_modules",
@@ -251,6 +265,7 @@ def _parse_groups(section: ConfigFields) -> tuple[WeightScheme, ...]:
             raise section.error(
                 f"{where} quantizes activations but no weights, which is not supported"
             )
+        _check_format(group)
         inputs = group.get_section("input_activations")
         activations = "none"
         if inputs.values:
@@ -261,8 +276,19 @@ def _parse_groups(section: ConfigFields) -> tuple[WeightScheme, ...]:
     return tuple(schemes)
 
 
+def _check_format(section: ConfigFields) -> None:
+    name = section.get_str("format", "dense")
+    if name not in COMPRESSED_FORMATS:
+        raise WeightsError(
+            f"format={name!r} is not supported; supported: {', '.join(COMPRESSED_FORMATS)}",
+            where=section.where,
+            next="save the model in one of these formats",
+        )
+
+
 def _reject_unsupported(section: ConfigFields) -> None:
     """Raise for parts of compressed-tensors that change the values and are not supported."""
+    _check_format(section)
     status = section.get_str("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
         raise section.error(f"quantization_status={status!r} is not supported; save it compressed")

@@ -141,6 +141,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ),
         r"transform_config\.config_groups\.R3",
     ),
+    (compressed(args(4, "int", "group"), None, format="marlin-24"), r"format='marlin-24'"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {"g": {"weights": args(4, "int", "group"), "format": "later"}},
+        },
+        r"format='later' is not supported(.|\n)*config_groups, g",
+    ),
     (
         {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"]}}},
         r"config_groups\.g quantizes activations but no weights",

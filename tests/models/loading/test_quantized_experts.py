@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from fulgurite.models import load_model
 from fulgurite.models.loading import load_plan
@@ -69,6 +70,44 @@ def test_quantize_experts(get_pair, name, format):
             assert f"{path}.{parameter_name}" in names
             assert torch.equal(getattr(module, parameter_name), quantize_tensor(dense, format))
     assert_matches_dequantized(model)
+
+
+@pytest.mark.parametrize("layout", ["linears", "stacks"])
+@pytest.mark.parametrize("name", ["mixtral", "phi_moe", "minimax_m2", "granite_moe", "gpt_oss"])
+def test_other_names_of_experts(get_pair, tmp_path, name, layout):
+    """llm-compressor stores one linear an expert, under the same names for every family."""
+    pair = get_pair(name)
+    if layout == "stacks" and name == "gpt_oss":
+        pytest.skip("its own checkpoints have stacks")
+    folder = shutil.copytree(pair.path, tmp_path / name)
+    tensors = load_file(folder / SINGLE_FILE)
+    own = [key for key in tensors if ".experts." in key or "sparse_moe.input_linear" in key]
+    own += [key for key in tensors if "sparse_moe.output_linear" in key]
+    prefix = re.sub(r"layers\.\d+", "layers.{}", own[0])
+    prefix = re.sub(r"(experts\.|(input|output)_linear).*", "experts.", prefix)
+    others = {key: value for key, value in tensors.items() if key not in own}
+    for index, layer in enumerate(pair.model.layers):
+        others |= name_experts(layer.feed_forward.experts, prefix.format(index), layout)
+    save_file(others, folder / SINGLE_FILE)
+    assert own and not any(key in others for key in own)
+    loaded = load_model(folder, dtype=torch.float32)
+    assert torch.equal(loaded(IDS, POSITIONS), pair.model(IDS, POSITIONS))
+
+
+def name_experts(experts: Experts, prefix: str, layout: str) -> dict[str, Tensor]:
+    """The tensors of experts, one linear each or stacked."""
+    named = dict(experts.named_parameters())
+    if layout == "stacks":
+        return {prefix + name: parameter.data for name, parameter in named.items()}
+    tensors = {}
+    for kind, suffix in (("weight", ""), ("bias", "_bias")):
+        if "gate_up_proj" + suffix not in named:
+            continue
+        gates, ups = named["gate_up_proj" + suffix].chunk(2, dim=1)
+        for proj, stack in ("gate", gates), ("up", ups), ("down", named["down_proj" + suffix]):
+            for expert, value in enumerate(stack):
+                tensors[f"{prefix}{expert}.{proj}_proj.{kind}"] = value.detach().clone()
+    return tensors
 
 
 def test_quantized_activations(get_pair):

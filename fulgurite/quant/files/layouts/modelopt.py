@@ -65,10 +65,17 @@ def read_stacked(parts: StoredParts) -> ReadWeight:
 def build_nvfp4(
     parts: StoredParts, weight: Tensor, scale: Tensor, tensor_scale: Tensor, role: str
 ) -> PackedWeight:
-    """Nibbles [.., N, K / 2], scales of 16 columns and one scale a matrix."""
+    """Nibbles [.., N, K / 2], scales of 16 columns and one scale a matrix.
+
+    Scales of larger groups (32 columns in W4A8_NVFP4_FP8) are repeated.
+    """
     format = FORMATS["nvfp4"]
     data = weight.view(torch.uint8)
     columns = data.shape[-1] * 2
+    groups = scale.shape[-1] if scale.dim() else 0
+    if groups and columns % (16 * groups) == 0:
+        repeats = columns // (16 * groups)
+        scale = scale.view(torch.uint8).repeat_interleave(repeats, -1).view(scale.dtype)
     if tuple(scale.shape) != (*data.shape[:-1], -(-columns // 16)):
         raise parts.error(
             f"weight_scale {list(scale.shape)} does not have one scale for 16 columns of "

@@ -54,6 +54,21 @@ def test_nvfp4_with_input_factor():
     assert torch.equal(read_checked(tensors, "up", format=None), weight.dequantize() * factor)
 
 
+def test_nvfp4_with_scales_of_32_columns():
+    """W4A8_NVFP4_FP8: each scale becomes two."""
+    weight = quantize(torch.randn(24, 64, generator=seeded()), "nvfp4")
+    scale = weight.scales["scale"][:, ::2]
+    tensors = {
+        "up.weight": weight.packed,
+        "up.weight_scale": scale.contiguous(),
+        "up.weight_scale_2": weight.scales["tensor_scale"].reshape(()),
+    }
+    expected = weight.dequantize().unflatten(1, (2, 2, 16))
+    ratio = scale.float()[:, :, None, None] / weight.scales["scale"].float().view(24, 2, 2, 1)
+    actual = read_checked(tensors, "up", format="nvfp4").unflatten(1, (2, 2, 16))
+    torch.testing.assert_close(actual, expected * ratio, rtol=1e-6, atol=0)
+
+
 def test_mxfp4():
     weight = quantize(torch.randn(24, 96, generator=seeded()), "mxfp4")
     tensors = {
