@@ -267,7 +267,7 @@ class Generation:
         now, metrics = time.monotonic(), self.backend.metrics
         if not self.first_token_time:
             self.first_token_time = now
-            metrics.first_token.observe(now - self.ticket.arrival)
+            metrics.observe_first_token(now - self.ticket.arrival)
             self.backend.admission.observe_first_token(now - self.ticket.submitted)
         elif choice.last_token_time:
             metrics.inter_token.observe((now - choice.last_token_time) / count)
