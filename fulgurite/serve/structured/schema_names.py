@@ -29,11 +29,11 @@ def rewrite_names(schema: dict[str, Any], root: Any) -> None:
         needs = schema.get(keyword)
         if isinstance(needs, dict) and all(isinstance(one, list) for one in needs.values()):
             del schema[keyword]
-            rules = [
+            either = [
                 {"anyOf": [{"properties": {name: False}}, {"required": others}]}
                 for name, others in needs.items()
             ]
-            schema["allOf"] = [*(schema.get("allOf") or []), *rules]
+            schema["allOf"] = [*(schema.get("allOf") or []), *either]
 
 
 def find_reference(schema: dict[str, Any], root: Any) -> dict[str, Any]:
