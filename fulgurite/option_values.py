@@ -18,6 +18,7 @@ WIRES = (AUTO, "bf16", "f16", "f32", "fp8", "nvfp4")
 MICRO_BATCHES = (1, 2)
 
 # Engines.
+HEARTBEAT_SECONDS = 0.5  # between reports of an idle engine
 KV_CACHE_DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
 # Tokens of a step beside next tokens of replies, by device type: readers of a server wait for each
 # token. None: `max_batched_tokens`.

@@ -198,12 +198,34 @@ def test_commands_start_without_optional_packages():
         "chat",
         "env",
         "explain",
+        "embed",
         "generate",
         "plan",
         "quantize",
+        "serve",
+        "top",
         "train",
         "verify",
     ]
     program = [sys.executable, "-c", WITHOUT_EXTRAS % commands]
     outcome = subprocess.run(program, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
+
+
+NEED_EXTRAS = {
+    "serve": "starlette, uvicorn, uvloop, httptools, msgspec, prometheus_client",
+    "serve --ray": "starlette",
+    "top": "prometheus_client",
+    "top --once": "prometheus_client",
+    "bench serve --mock": "httptools",
+}
+
+
+@pytest.mark.parametrize("words", NEED_EXTRAS)
+def test_commands_that_need_an_extra_say_which(words):
+    code = WITHOUT_EXTRAS.partition("for command")[0] + f"sys.exit(main({words.split()}))"
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    what, next = outcome.stderr.splitlines()
+    assert outcome.returncode == 1
+    assert what.startswith("ArgumentError: ") and NEED_EXTRAS[words] in what
+    assert next.split() == ["next", "pip", "install", "'fulgurite[serve]'"]

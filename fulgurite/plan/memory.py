@@ -290,7 +290,8 @@ def add_kv_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan
     limits = plan.limits
     left = plan.available - plan.total if plan.weights + plan.loading <= plan.available else -1
     max_tokens = limits.cache_tokens or limits.context * limits.max_sequences
-    low, high = 0, -(-max_tokens // limits.block_size)  # binary search over the number of blocks
+    usable = limits.max_sequences * -(-limits.context // limits.block_size)
+    low, high = 0, min(-(-max_tokens // limits.block_size), usable)  # binary search over blocks
     while low < high:
         middle = (low + high + 1) // 2
         if _cache_bytes(_blocks_per_group(middle, groups, limits), specs, groups, limits) <= left:

@@ -149,12 +149,18 @@ class Scrape:
         return sorted({dict(labels)[label] for _, labels in self.series if label in dict(labels)})
 
 
+def require_prometheus_client() -> None:
+    """ArgumentError if the package that reads metrics is missing."""
+    if text_string_to_metric_families is None:
+        raise ArgumentError(
+            "reading metrics needs the package prometheus_client",
+            next="pip install 'fulgurite[serve]'",
+        )
+
+
 def parse_scrape(text: str, at: float) -> Scrape:
     """Read Prometheus text."""
-    if text_string_to_metric_families is None:
-        raise FulguriteError(
-            "reading metrics needs prometheus_client", next="pip install 'fulgurite[serve]'"
-        )
+    require_prometheus_client()
     try:
         series = {
             (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)

@@ -148,8 +148,8 @@ ENGINE_FIELDS = (
 SERVER_FIELDS = (
     "host", "port", "api_keys", "max_waiting", "deadline", "stall_timeout", "drain_seconds",
     "allow_origins", "access_log", "model", "served_names", "chat_template",
-    "allow_request_template", "tool_call_parser", "reasoning_parser", "mock", "threads", "routing", "prefill_replicas",
-    "engine_in",
+    "allow_request_template", "tool_call_parser", "reasoning_parser", "sampling_defaults", "mock",
+    "threads", "routing", "prefill_replicas", "engine_in",
 )  # fmt: skip
 
 
@@ -177,11 +177,11 @@ def read_config(options: argparse.Namespace) -> ServerConfig:
 
 def serve(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it."""
+    check_packages()
     config = read_config(options)
     if options.ray is not None:
         serve_on_ray(config, options.ray or None)
         return
-    check_packages()
     from fulgurite.serve.http.engines import launch_engines
 
     with launch_engines(config) as launched:
@@ -192,11 +192,21 @@ def serve(options: argparse.Namespace) -> None:
 
 def check_packages() -> None:
     """ArgumentError if a package of the extra `serve` is missing."""
-    for package in SERVER_PACKAGES:
-        if find_spec(package) is None:
-            raise ArgumentError(
-                f"the server needs the package {package}", next="pip install 'fulgurite[serve]'"
-            )
+    missing = [name for name in SERVER_PACKAGES if not is_installed(name)]
+    if missing:
+        plural = "s" if len(missing) > 1 else ""
+        raise ArgumentError(
+            f"fulgurite serve needs the package{plural} {', '.join(missing)}",
+            next="pip install 'fulgurite[serve]'",
+        )
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; without importing it."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # an import hook refuses it
+        return False
 
 
 def serve_on_ray(config: ServerConfig, address: str | None) -> None:

@@ -30,6 +30,7 @@ from fulgurite.serve.scrape import (
     Server,
     Window,
     parse_scrape,
+    require_prometheus_client,
 )
 
 WINDOW_SECONDS = 30.0  # latencies and rates of hits are of this long
@@ -81,6 +82,7 @@ def _read_interval(text: str) -> float:
 
 def run_top(options: Namespace) -> None:
     """Show a server until ctrl-C, or once."""
+    require_prometheus_client()
     key = options.api_key or (read_env("FULGURITE_API_KEY") or "").partition(",")[0] or None
     monitor = Monitor(Server(options.url, key))
     console = Console(highlight=False)

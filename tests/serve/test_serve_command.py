@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,9 @@ import pytest
 
 from fulgurite.bench.serve.processes import list_descendants, read_resident_bytes
 from fulgurite.cli import main
+from fulgurite.serve import serve_command
+from fulgurite.serve.expert_options import add_expert_arguments
+from fulgurite.serve.serve_command import ENGINE_FIELDS, SERVER_FIELDS
 from tests.waiting import wait_for
 
 # The modules of the HTTP process; the engine's is the last one.
@@ -57,6 +61,23 @@ def test_help_of_serve_imports_no_torch():
     )
     text = run_python(code)
     assert "--transport" in text and text.endswith("False")
+
+
+def test_every_option_reaches_the_config():
+    parser = argparse.ArgumentParser()
+    serve_command.add_options(parser)
+    known = {*SERVER_FIELDS, *ENGINE_FIELDS, "config", "data", "ray", "help"}
+    known |= {*vars(expert_options())}
+    assert {action.dest for action in parser._actions} == known
+    given = parser.parse_args(["--sampling-defaults", "openai", "--max-waiting", "3"])
+    config = serve_command.read_config(given)
+    assert (config.sampling_defaults, config.max_waiting) == ("openai", 3)
+
+
+def expert_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_expert_arguments(parser.add_argument_group())
+    return parser.parse_args([])
 
 
 def has_torch(pid: int) -> bool:

@@ -36,6 +36,9 @@ START_TIMEOUT = 120.0  # seconds; importing torch takes long on a busy machine
 EXIT_TIMEOUT = 10.0  # seconds
 STORE_PREFIX = "fulgurite-workers"
 LENGTH = struct.Struct("<Q")  # of the arguments, before them
+# A rank that waits for work looks once a second whether rank 0 is alive. torch warns of each such
+# wait, on the terminal of an idle server.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class WorkerProcesses:
@@ -157,7 +160,7 @@ def _start_worker(
     process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
-        env={"OMP_NUM_THREADS": str(threads)} | dict(os.environ) | paths | environment,
+        env={"OMP_NUM_THREADS": str(threads)} | QUIET | dict(os.environ) | paths | environment,
         start_new_session=True,  # rank 0 handles ctrl-C
     )
     assert process.stdin is not None, "stdin is a pipe"

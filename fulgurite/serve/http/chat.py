@@ -272,7 +272,7 @@ async def start_chat(
     constraint = constrain_to_calls(format, choice, constraint or {})
     defaults = server.sampling_defaults
     params: SamplingParams = body.build_params(limits, count, logprobs, constraint, defaults)
-    await server.check_params(params)
+    await server.check_params(params, "tools" if choice.is_constrained else "response_format")
     plan = server.detokenize_plan
     request = GenerationRequest(
         ids,

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fulgurite.errors import ArgumentError
+from fulgurite.option_values import HEARTBEAT_SECONDS
 from fulgurite.serve.llm_config import LLMConfig
-from fulgurite.serve.remote.messages import HEARTBEAT_SECONDS
 
 ROUTING = ("prefix", "round-robin", "least-loaded")
 ENGINE_PLACES = ("process", "thread")

@@ -173,6 +173,7 @@ class Generation:
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.choices = [Choice(index, request, backend) for index in range(request.n)]
         self.first_token_time = 0.0
+        self.finished_choices = 0
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """The deltas of all choices as they come; each choice ends with one that has a `finish`."""
@@ -266,7 +267,7 @@ class Generation:
         now, metrics = time.monotonic(), self.backend.metrics
         if not self.first_token_time:
             self.first_token_time = now
-            metrics.first_token.observe(now - self.ticket.arrival)
+            metrics.observe_first_token(now - self.ticket.arrival)
             self.backend.admission.observe_first_token(now - self.ticket.submitted)
         elif choice.last_token_time:
             metrics.inter_token.observe((now - choice.last_token_time) / count)
@@ -275,15 +276,27 @@ class Generation:
     def _observe_finish(self, choice: Choice, finish: ChoiceFinish, ended: Finish | None) -> None:
         now, metrics = time.monotonic(), self.backend.metrics
         self.backend.admission.release(self.ticket, 1)
+        queue_seconds = self.ticket.submitted - self.ticket.arrival
         if ended is not None:
             self.usage.cached_tokens = max(self.usage.cached_tokens, ended.cached_tokens)
+            queue_seconds += ended.queue_seconds
+            decode_seconds = max(ended.seconds - ended.first_token_seconds, 0.0)
             metrics.prefill_time.observe(max(ended.first_token_seconds - ended.queue_seconds, 0.0))
-            metrics.decode_time.observe(max(ended.seconds - ended.first_token_seconds, 0.0))
+            metrics.decode_time.observe(decode_seconds)
+            metrics.inference_time.observe(max(ended.seconds - ended.queue_seconds, 0.0))
+            if choice.num_tokens > 1:
+                metrics.token_time.observe(decode_seconds / (choice.num_tokens - 1))
         metrics.success.labels(metrics.model_name, finish.reason).inc()
         metrics.latency.observe(now - self.ticket.arrival)
-        metrics.queue_time.observe(self.ticket.submitted - self.ticket.arrival)
+        metrics.queue_time.observe(queue_seconds)
         metrics.generation_tokens.inc(choice.num_tokens)
         metrics.request_generation_tokens.observe(choice.num_tokens)
         if choice.index == 0:
             metrics.prompt_tokens.inc(self.usage.prompt_tokens)
             metrics.request_prompt_tokens.observe(self.usage.prompt_tokens)
+            metrics.params_n.observe(self.request.n)
+            metrics.params_max_tokens.observe(self.request.params.max_tokens)
+        self.finished_choices += 1
+        if self.finished_choices == self.request.n:
+            longest = max(one.num_tokens for one in self.choices)
+            metrics.max_generation_tokens.observe(longest)

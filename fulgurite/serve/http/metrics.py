@@ -5,6 +5,8 @@ Requests report when they end; engines report their counters with every flush.
 
 from __future__ import annotations
 
+from collections import deque
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from fulgurite.serve.remote.client import EngineClient
@@ -16,6 +18,8 @@ SHORT_SECONDS = (0.0005, *SECONDS)
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 MASK_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICES = (1, 2, 5, 10, 20)
+RECENT_REQUESTS = 200  # whose first tokens the status line is about
 STATES = {"idle": 0, "busy": 1, "stalled": 2, "starting": 3, "restarting": 4}
 
 
@@ -26,6 +30,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.model_name = model_name
         self.last: dict[int, Progress] = {}  # by replica: counters of its last report
+        self.recent_first_tokens: deque[float] = deque(maxlen=RECENT_REQUESTS)  # seconds
         self._make_request_metrics()
         self._make_engine_metrics()
 
@@ -55,11 +60,26 @@ class Metrics:
         self.decode_time = self.histogram(
             "vllm:request_decode_time_seconds", "Time after the first token", LONG_SECONDS
         )
+        self.inference_time = self.histogram(
+            "vllm:request_inference_time_seconds", "Time of all steps", LONG_SECONDS
+        )
+        self.token_time = self.histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of a token after the first",
+            SHORT_SECONDS,
+        )
         self.request_prompt_tokens = self.histogram(
             "vllm:request_prompt_tokens", "Tokens of a prompt", TOKENS
         )
         self.request_generation_tokens = self.histogram(
             "vllm:request_generation_tokens", "Tokens of a reply", TOKENS
+        )
+        self.max_generation_tokens = self.histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest reply", TOKENS
+        )
+        self.params_n = self.histogram("vllm:request_params_n", "n of a request", CHOICES)
+        self.params_max_tokens = self.histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request", TOKENS
         )
         self.rejected = self.counter(
             "fulgurite:requests_rejected", "Refused requests", extra=("reason",)
@@ -128,6 +148,10 @@ class Metrics:
         return made if extra else made.labels(self.model_name)
 
     # ---- observations ------------------------------------------------------------------------------
+
+    def observe_first_token(self, seconds: float) -> None:
+        self.first_token.observe(seconds)
+        self.recent_first_tokens.append(seconds)
 
     def observe_rejection(self, reason: str) -> None:
         self.rejected.labels(self.model_name, reason).inc()

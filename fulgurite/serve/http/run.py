@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 
 import uvicorn
@@ -20,10 +20,11 @@ from fulgurite.serve.http.app import App, create_app
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.protocol import limit_protocol
 from fulgurite.serve.remote.launch import LaunchedEngine, read_process_age
-from fulgurite.serve.remote.messages import EngineInfo
+from fulgurite.serve.remote.messages import EngineInfo, Progress
 from fulgurite.units import format_bytes
 
 STATUS_SECONDS = 1.0
+CLEAR_LINE = "\r\033[K"  # of a terminal
 CURL = """curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
   -d '{{"model":"{model}","messages":[{{"role":"user","content":"Hi"}}]}}'"""
 
@@ -46,7 +47,8 @@ class HttpServer(uvicorn.Server):
     async def drain(self) -> None:
         count = self.app.server.admission.entered
         if count:
-            print(f"draining {count} requests · ctrl-C again ends them", file=sys.stderr)
+            start = CLEAR_LINE if self.app.config.status_line else ""
+            print(f"{start}draining {count} requests · ctrl-C again ends them", file=sys.stderr)
         await self.app.server.drain(self.app.config.drain_seconds)
         self.should_exit = True
 
@@ -153,16 +155,32 @@ async def print_status(app: App) -> None:
         running = sum(client.progress.running for client in clients)
         waiting = app.server.admission.waiting + sum(one.progress.waiting for one in clients)
         if running or waiting or was_busy:
-            used = sum(client.progress.used_blocks for client in clients)
-            total = sum(client.progress.total_blocks for client in clients) or 1
-            hits = sum(client.progress.prefix_hits for client in clients)
-            queries = sum(client.progress.prefix_queries for client in clients) or 1
-            line = (
-                f"{time.strftime('%H:%M:%S')}  {running} running · {waiting} waiting · "
-                f"{(now - tokens) / STATUS_SECONDS:.0f} tokens/s · cache {used / total:.0%} "
-                f"(prefix hits {hits / queries:.0%})"
-            )
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            rate = max(now - tokens, 0) / STATUS_SECONDS
+            line = f"{time.strftime('%H:%M:%S')}  {running} running · {waiting} waiting · {rate:.0f} tokens/s"
+            parts = (line, format_cache([client.progress for client in clients]))
+            latency = format_first_tokens(app.server.metrics.recent_first_tokens)
+            text = " · ".join((*parts, latency) if latency else parts)
+            print(f"{CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
             if not running and not waiting:
                 print(file=sys.stderr)
         was_busy, tokens = bool(running or waiting), now
+
+
+def format_cache(progress: Sequence[Progress]) -> str:
+    """The used part of the KV caches, and prompt tokens found in them."""
+    used = sum(one.used_blocks for one in progress) / (
+        sum(one.total_blocks for one in progress) or 1
+    )
+    hits = sum(one.prefix_hits for one in progress) / (
+        sum(one.prefix_queries for one in progress) or 1
+    )
+    return f"cache {used:.0%} (prefix hits {hits:.0%})"
+
+
+def format_first_tokens(seconds: Collection[float]) -> str:
+    """Percentiles of the time to the first token; empty without any."""
+    if not seconds:
+        return ""
+    ordered = sorted(seconds)
+    p50, p99 = (1e3 * ordered[int(part * (len(ordered) - 1))] for part in (0.5, 0.99))
+    return f"ttft p50 {p50:.0f} ms p99 {p99:.0f} ms"

@@ -228,8 +228,13 @@ class Server:
             raise invalid(f"'{param}' must be 1 or more, not {asked}", param)
         return min(asked, left)
 
-    async def check_params(self, params: SamplingParams) -> None:
-        """ApiError 400 for token ids outside the vocabulary, and for a grammar that can't be used."""
+    async def check_params(
+        self, params: SamplingParams, grammar_param: str = "response_format"
+    ) -> None:
+        """ApiError 400 for token ids outside the vocabulary, and for a grammar that can't be used.
+
+        `grammar_param`: the field that the grammar comes from.
+        """
         try:
             params.check_token_ids(self.require_info().vocab_size)
         except ArgumentError as error:
@@ -239,12 +244,12 @@ class Server:
         if spec is None:
             return
         if self.grammars is None:
-            raise invalid("structured output and bad_words need a tokenizer", "response_format")
+            raise invalid("structured output and bad_words need a tokenizer", grammar_param)
         try:
             await self.run_in_pool(self.grammars.check, spec)
         except ArgumentError as error:
             text = error.one_line()
-            param = "bad_words" if text.startswith("bad_words") else "response_format"
+            param = "bad_words" if text.startswith("bad_words") else grammar_param
             raise invalid(text, param, "invalid_grammar") from None
 
     def generate(self, request: GenerationRequest, ticket: Ticket) -> Generation:

@@ -34,6 +34,8 @@ class Span:
     def set_status(self, status: int) -> None:
         if self.span is not None:
             self.span.set_attribute("http.response.status_code", status)
+            if status >= 500:
+                self.span.set_status(trace.StatusCode.ERROR)
 
 
 class Tracer:
@@ -49,7 +51,8 @@ class Tracer:
             return
         parent = propagate.extract(dict(request.headers))
         name = f"{request.method} {path}"
-        with self.tracer.start_as_current_span(name, context=parent) as span:
+        kind = trace.SpanKind.SERVER
+        with self.tracer.start_as_current_span(name, context=parent, kind=kind) as span:
             span.set_attribute("http.request.method", request.method)
             span.set_attribute("http.route", path)
             span.set_attribute("gen_ai.request.id", id)

@@ -244,6 +244,7 @@ class EngineClient:
             self.loaded.set_exception(EngineLoadError(f"{reason} while it loaded the model"))
         self._fail_all(reason)
         if not self.is_closing and self.info is not None and self.restart_task is None:
+            LOG.error("engine %d: %s", self.index, reason)
             self.restart_task = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:

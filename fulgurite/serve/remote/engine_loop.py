@@ -21,10 +21,10 @@ from msgspec.structs import replace as structs_replace
 
 from fulgurite.errors import FulguriteError
 from fulgurite.logs import LOG
+from fulgurite.option_values import HEARTBEAT_SECONDS
 from fulgurite.serve.remote.channel import Channel
 from fulgurite.serve.remote.engine_interface import ServedEngine
 from fulgurite.serve.remote.messages import (
-    HEARTBEAT_SECONDS,
     Audit,
     Cancel,
     Done,

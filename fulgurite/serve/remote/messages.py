@@ -14,8 +14,6 @@ import msgspec
 from fulgurite.serve.engine.prefix_chunk import CHUNK_BYTES, PrefixBlocks
 from fulgurite.serve.engine.request import RequestOptions, SamplingParams
 
-HEARTBEAT_SECONDS = 0.5  # between reports of an idle engine
-
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     """The model to serve. `options` are fields of `LLMConfig`; `mock`: no model, made-up tokens.

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fulgurite.device import resolve_device
-from fulgurite.errors import ArgumentError
+from fulgurite.device import is_out_of_memory, resolve_device
+from fulgurite.errors import ArgumentError, CapacityError, FulguriteError
 from fulgurite.option_values import SERVED_MIXED_TOKENS
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.prefix_blocks import export_prefix, import_prefix
@@ -206,6 +206,18 @@ def describe_engine(llm: LLM, start_seconds: dict[str, float]) -> EngineInfo:
 
 def load_engine(request: LoadModel, import_seconds: float = 0.0) -> LLMEngine:
     """Load and warm up the model. Dtypes are given by name."""
+    try:
+        return _load_engine(request, import_seconds)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, FulguriteError) or not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"there is not enough memory to load the model: {str(error).splitlines()[0]}",
+            next="use fewer --cache-tokens, --max-sequences or --max-batched-tokens, or --quantize",
+        ) from error
+
+
+def _load_engine(request: LoadModel, import_seconds: float) -> LLMEngine:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     start = time.perf_counter()

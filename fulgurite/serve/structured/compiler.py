@@ -40,6 +40,7 @@ from fulgurite.serve.structured.limits import (
 )
 from fulgurite.serve.structured.mask_threads import MaskThreads
 from fulgurite.serve.structured.sources import JSON_DEFAULTS, JSON_OVERRIDES, check_source
+from fulgurite.serve.structured.special_tokens import name_tokens_by_id, rename_special_tokens
 from fulgurite.serve.structured.structural_tag import to_lark
 
 END_TOKEN = "<|end of the grammar|>"
@@ -54,6 +55,7 @@ NAMES = {
 }
 # \d and \w are ASCII, as in JSON Schema: what they match differs between regex libraries.
 ASCII_CLASSES = "dw"
+COERCE_ONE_OF = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 REGEX_ERROR = re.compile(r"^error: (.*)$", re.M)
 HELP = {
     "json_schema": "change the schema; keywords such as not, if and uniqueItems are not supported",
@@ -180,6 +182,8 @@ class GrammarCompiler:
             if spec.kind == "structural_tag":
                 options = {**JSON_DEFAULTS, **JSON_OVERRIDES}
                 source = to_lark(source, self._find_special_tokens(), options)
+            elif spec.kind == "lark":
+                source = name_tokens_by_id(source, self._find_special_tokens())
             text = to_llguidance(spec.kind, source)
         except ValueError as error:
             raise reject(spec.kind, str(error)) from error
@@ -241,7 +245,9 @@ class GrammarCompiler:
             )
         try:
             return library.LLTokenizer(
-                text, n_vocab=self.layout.num_tokens, eos_token=eos_token_ids
+                rename_special_tokens(text),
+                n_vocab=self.layout.num_tokens,
+                eos_token=eos_token_ids,
             )
         except Exception as error:  # the library raises plain exceptions of several kinds
             raise ArgumentError(
@@ -270,6 +276,7 @@ def reject(kind: str, message: str) -> ArgumentError:
     """The error of a grammar that llguidance does not take."""
     if kind in ("regex", "choices") and (found := REGEX_ERROR.search(message)):
         message = found.group(1)  # the rest repeats the whole regex
+    message = message.replace(COERCE_ONE_OF, " where two may match; write anyOf")
     return ArgumentError(
         f"the {NAMES[kind]} can't be used: {clean_message(message)}", next=HELP.get(kind)
     )

@@ -16,6 +16,7 @@ import numpy as np
 from fulgurite.errors import FulguriteError
 from fulgurite.serve.structured.limits import MAX_ERROR_CHARACTERS
 from fulgurite.serve.structured.mask_threads import MaskThreads
+from fulgurite.serve.structured.special_tokens import MARK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +135,7 @@ class GrammarConstraint:
 
 def clean_message(message: str) -> str:
     """llguidance's message without its markers, and not longer than a screen."""
-    text = message.replace("<non-verbose/>", "").strip()
+    text = message.replace("<non-verbose/>", "").replace(MARK, "").strip()
     if len(text) > MAX_ERROR_CHARACTERS:
         text = f"{text[:MAX_ERROR_CHARACTERS]}…"
     return text

@@ -25,6 +25,7 @@ from fulgurite.serve.structured.limits import (
     MAX_REGEX_SIZE,
     MAX_SCHEMA_CHARACTERS,
 )
+from fulgurite.serve.structured.regex_classes import narrow_classes
 from fulgurite.serve.structured.regex_size import lark_terminal_sizes, longest_lark_string
 from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from fulgurite.serve.structured.schema_size import check_regex_size, check_schema_size
@@ -92,7 +93,7 @@ def check_regex(source: str) -> str:
     check_regex_size(source, "regex")
     if (len(source) - len(source.rstrip("\\"))) % 2:
         raise ArgumentError("the regex ends with a backslash", next=r"write \\ for a backslash")
-    return source
+    return narrow_classes(source)
 
 
 def check_lark(source: str) -> str:

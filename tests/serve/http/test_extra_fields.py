@@ -99,6 +99,8 @@ def test_response_format_structural_tag(tiny: RunningServer, path: str) -> None:
         ({"structured_outputs": {"structural_tag": {}}}, "response_format"),
         ({"structured_outputs": {"structural_tag": "{"}}, "response_format"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None, "json_object": False}}, "structured_outputs"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
     ],
@@ -111,6 +113,15 @@ def test_extras_that_cannot_be_used(
     if path != "/v1/messages":  # Anthropic's errors name no parameter
         wanted = "text.format" if path == "/v1/responses" and param == "response_format" else param
         assert reply.json()["error"]["param"] == wanted
+
+
+def test_a_bad_schema_of_a_tool_is_an_error_of_tools(tiny: RunningServer) -> None:
+    function = {"name": "f", "parameters": {"type": "string", "pattern": "("}}
+    fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    path = "/v1/chat/completions"
+    reply = tiny.post(path, {"model": MODEL, **PATHS[path], **fields})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools"
 
 
 def test_words_that_leave_no_token_are_the_fault_of_the_request(tiny: RunningServer) -> None:

@@ -176,6 +176,35 @@ def test_metrics_count_requests_and_tokens(server):
     assert all(value == 0 for key, value in after.items() if "audit_leaks" in key)
 
 
+def test_metrics_of_a_request_with_choices(server):
+    def read(name: str) -> dict[str, float]:
+        text = server.get("/metrics").text
+        names = (f"{name}_count", f"{name}_sum")
+        lines = [line for line in text.splitlines() if line.partition("{")[0] in names]
+        return {
+            line.partition("{")[0].rpartition("_")[2]: float(line.split()[-1]) for line in lines
+        }
+
+    wanted = {  # of one request with three choices: observations, and their sum if it is known
+        "request_params_n": (1, 3.0),
+        "request_params_max_tokens": (1, 9.0),
+        "request_max_num_generation_tokens": (1, 9.0),
+        "request_generation_tokens": (3, 27.0),
+        "request_time_per_output_token_seconds": (3, None),
+        "request_inference_time_seconds": (3, None),
+        "request_queue_time_seconds": (3, None),
+    }
+    before = {name: read(f"vllm:{name}") for name in wanted}
+    server.openai().completions.create(
+        model=MODEL, prompt="go", max_tokens=9, n=3, extra_body={"ignore_eos": True}
+    )
+    for name, (count, total) in wanted.items():
+        after = read(f"vllm:{name}")
+        assert after["count"] - before[name]["count"] == count, name
+        if total is not None:
+            assert after["sum"] - before[name]["sum"] == total, name
+
+
 def test_audit_and_version(server):
     assert server.leaks() == {}
     assert set(server.get("/audit").json()) == {"server", "engine 0"}

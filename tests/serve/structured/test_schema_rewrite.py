@@ -6,8 +6,10 @@ import datetime
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
+from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from tests.serve.structured.drivers import tiny_compiler
@@ -78,10 +80,109 @@ def test_values_are_not_rewritten() -> None:
     data = {"format": "date", "maximum": 1e30, "allOf": [{"format": "time"}]}
     for schema in ({"const": data}, {"enum": [data]}, {"default": data, "examples": [data]}):
         assert rewrite_schema(schema) == schema
-    names = {"properties": {"format": {"format": "uuid"}, "const": {"format": "date"}}}
+    names = {"properties": {"format": {"format": "email"}, "const": {"format": "date"}}}
     rewritten = rewrite_schema(names)["properties"]
-    assert rewritten["format"] == {"format": "uuid"} and "pattern" in rewritten["const"]
+    assert rewritten["format"] == {"format": "email"} and "pattern" in rewritten["const"]
     assert rewrite_schema({"exclusiveMinimum": True, "format": 5}) == {
         "exclusiveMinimum": True,
         "format": 5,
     }
+
+
+FORMATS: dict[str, tuple[list[str], list[str]]] = {
+    "json-pointer": (["", "/a/~0~1/0"], ["a", "/~2", "/~"]),
+    "relative-json-pointer": (["0", "1/a", "12#"], ["01", "-1", "#"]),
+    "regex": (["^a+$", r"\d[a-z]", "(ab|c)?x"], ["(", "[", "*a", "a**"]),
+    "uri-template": (["/a/{id}", "x"], ["{", "{}", "a}"]),
+    "idn-email": (["a@b.org"], ["a", "@"]),
+    "uri-reference": (["http://a.b/c"], ["\\"]),
+    "uuid": (["01234567-89ab-cdef-0123-456789abcdef"], ["01234567-89ab-cdef-0123-456789abcde"]),
+    "uuid4": (["01234567-89ab-4def-8123-456789abcdef"], ["01234567-89ab-cdef-0123-456789abcdef"]),
+    "base64": (["", "YQ==", "YWI=", "YWJj"], ["YQ", "YR==", "YWJ=", "a-=="]),
+    "ipv4network": (["10.0.0.255/32"], ["256.0.0.1/32", "10.0.0.1/8"]),
+    "password": (["anything"], []),
+    "int32": (["anything"], []),
+    "x-made-up": (["anything"], []),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str) -> None:
+    schema = {"type": "string", "format": format}
+    good, bad = FORMATS[format]
+    assert all(accepts(schema, one) for one in good)
+    assert not any(accepts(schema, one) for one in bad)
+
+
+FLAG = {"type": "boolean"}
+NAMES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    (
+        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": FLAG},
+        [{}, {"a": True}, {"a": True, "b": False}],
+        [{"c": True}, {"a": 1}],
+    ),
+    (
+        {"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"const": "k"}}},
+        [{}, {"k": 1}],
+        [{"a": 1}],
+    ),
+    (
+        {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": FLAG, "c": FLAG}},
+        [{"a": True, "b": 1}],
+        [{"a": 1}, {"c": True}],
+    ),
+    (
+        {"propertyNames": {"pattern": "^x"}, "additionalProperties": FLAG},
+        [{}, {"x1": True}],
+        [{"y": True}],
+    ),
+    ({"propertyNames": {"format": "uuid"}}, [{}], [{"a": 1}]),
+    ({"propertyNames": {"minLength": 2, "maxLength": 3}}, [{"ab": 1}], [{"a": 1}, {"abcd": 1}]),
+    ({"propertyNames": {"type": "string"}, "additionalProperties": FLAG}, [{"a": True}], []),
+    (
+        {"properties": {"a": FLAG, "b": FLAG}, "dependentRequired": {"a": ["b"]}},
+        [{}, {"b": True}, {"a": True, "b": True}],
+        [{"a": True}],
+    ),
+    (
+        {
+            "properties": {"a": FLAG, "b": FLAG, "c": FLAG},
+            "dependencies": {"a": ["b"], "b": ["c"]},
+            "allOf": [{"required": ["c"]}],
+        },
+        [{"c": True}, {"b": True, "c": True}],
+        [{}, {"a": True, "c": True}],
+    ),
+]
+
+
+@pytest.mark.parametrize("rules, good, bad", NAMES)
+def test_names_of_properties(rules: dict[str, Any], good: list[Any], bad: list[Any]) -> None:
+    schema = {"type": "object", **rules}
+    validator = jsonschema.Draft202012Validator(
+        {name: value for name, value in schema.items() if name != "dependencies"}
+    )
+    assert all(validator.is_valid(one) for one in good)
+    assert all(accepts(schema, one) for one in good)
+    assert not any(accepts(schema, one) for one in bad)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"propertyNames": {"not": {"const": "a"}}},
+        {"propertyNames": {"pattern": "a", "maxLength": 3}},
+        {"propertyNames": {"pattern": "a"}, "properties": {"b": {}}},
+        {"dependentSchemas": {"a": {"required": ["b"]}}},
+    ],
+)
+def test_rules_that_can_not_be_written_are_refused(rules: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="can't be used"):
+        accepts({"type": "object", **rules}, {})
+
+
+def test_the_schema_of_a_request_is_not_changed() -> None:
+    schema = {"type": "object", "propertyNames": {"const": "a"}, "dependentRequired": {"a": ["b"]}}
+    before = json.dumps(schema)
+    rewrite_schema(schema)
+    assert json.dumps(schema) == before

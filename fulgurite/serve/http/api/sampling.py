@@ -257,7 +257,14 @@ def read_structured_outputs(given: StructuredOutputs | None) -> list[tuple[str, 
         ("grammar", given.grammar),
         ("structural_tag", given.structural_tag),
     )
-    return [(name, value) for name, value in fields if value is not None]
+    found = [(name, value) for name, value in fields if value is not None]
+    if not found:
+        raise invalid(
+            "'structured_outputs' has no constraint; give it json, json_object, regex, choice, "
+            "grammar or structural_tag",
+            "structured_outputs",
+        )
+    return found
 
 
 def refuse_unsupported(body: Struct, names: dict[str, tuple[Any, ...]]) -> None:
