@@ -109,10 +109,11 @@ def _read_einsum(node: fx.Node) -> Matmul:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     terms = find_einsum_terms(equation, len(operands))
-    for left, right in ((0, 1), (1, 0)) if terms is not None else ():
-        is_transposed = is_einsum_of_weight(terms[left], terms[right], terms[2])
-        if is_transposed is not None and _is_weight(operands[right]):
-            return _einsum_with_weight(operands[left], operands[right], is_transposed)
+    if terms is not None:
+        for left, right in ((0, 1), (1, 0)):
+            is_transposed = is_einsum_of_weight(terms[left], terms[right], terms[2])
+            if is_transposed is not None and _is_weight(operands[right]):
+                return _einsum_with_weight(operands[left], operands[right], is_transposed)
     text = str(equation).replace(" ", "")
     return _unfit(operands[-1], f"the einsum {text!r} is not x @ weight")
 
