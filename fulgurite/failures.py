@@ -70,10 +70,12 @@ def attach_repro(
 def warn_of_fallback(fallback: Fallback) -> Fallback:
     """Warn once, with the script that reproduces the failure; return the fallback with its name."""
     script = fallback.error.details.get("repro", "")
+    where = str(fallback.error.details.get("where") or "").partition("\n")[0]
     LOG.warning("%s; repro: %s", fallback, script)
     warnings.warn(
         f"{fallback.name} could not be compiled: {fallback.reason}\n"
-        f"  runs instead   {fallback.instead}\n"
+        + (f"  where          {where}\n" if where else "")
+        + f"  runs instead   {fallback.instead}\n"
         f"  repro          {script}\n"
         "  next           results are right, speed may be lower. Report it with the script; "
         "FULGURITE_STRICT=1 raises the error",

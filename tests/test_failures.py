@@ -122,3 +122,12 @@ def test_an_interrupt_is_raised(monkeypatch):
     monkeypatch.setattr(session, "lower_trace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fulgurite.compile(program)(torch.randn(4, 5))
+
+
+def test_the_warning_says_where_the_failure_is(monkeypatch):
+    def reject(*args, **kwargs):
+        raise CompileError("the C++ compiler rejected a generated kernel", where="a.cpp:12: oops")
+
+    monkeypatch.setattr(session, "run_aot_autograd", reject)
+    with pytest.warns(FallbackWarning, match=r"generated kernel\n  where +a\.cpp:12: oops\n  runs"):
+        fulgurite.compile(program)(torch.randn(3))

@@ -2,11 +2,10 @@
 
 In: TorchDynamo's functions. Out: the same functions, corrected when this module is first used.
 
-- An op that its FakeTensor rule refuses and the op itself takes (`F.grouped_mm` of float32 numbers on a CPU) is
-  a graph break: torch runs that op, and capture goes on after it. If the op fails as well, its own
-  error is raised. With `FULGURITE_STRICT=1` and `fullgraph=True` the failed capture is an error.
-  `program_errors.py` has what concerns errors of the program itself, `python_numbers.py` the arithmetic of
-  symbols.
+- An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
+  capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
+  `fullgraph=True` the failed capture is an error. `program_errors.py` has what concerns errors of the program
+  itself, `python_numbers.py` the arithmetic of symbols, `matmul_rules.py` the rules of grouped matmuls.
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
@@ -45,7 +44,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fulgurite.capture import python_numbers
+from fulgurite.capture import matmul_rules, python_numbers
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -89,6 +88,7 @@ def install() -> None:
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
     python_numbers.install()
+    matmul_rules.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)

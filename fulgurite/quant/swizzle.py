@@ -9,11 +9,13 @@ each other row by row. Inside a block, element (r, c) is at byte
     (r % 32) * 16 + (r // 32) * 4 + c
 
 Grouped forms swizzle each group on its own, padded to whole blocks, one after the other: groups of
-rows (an expert's tokens) or of columns (the weight gradient, which contracts over tokens). Everything
-is index arithmetic in plain torch, so compiled functions fuse it with the cast before it.
+rows (an expert's tokens) or of columns (the weight gradient, which contracts over tokens), and back.
+Everything is index arithmetic in plain torch, so compiled functions fuse it with the cast before it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,27 +70,77 @@ def swizzle_grouped_scales(scales: Tensor, offsets: Tensor, dim: int = 0) -> Ten
             f"scales {list(scales.shape)} in groups along dim {dim}, offsets {list(offsets.shape)}",
             next="scales [rows, columns], dim 0 or 1, and at least one offset",
         )
-    unit = BLOCK_ROWS if dim == 0 else BLOCK_COLUMNS
-    ends = offsets.to(torch.int64)
-    starts = ends - torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = (ends - starts + unit - 1) // unit * unit
-    padded_ends = padded.cumsum(0)
+    groups = _GroupedBlocks.of(offsets, scales.shape[0], scales.shape[1], dim)
     position = torch.arange(_grouped_bytes(scales.shape, len(offsets), dim), device=scales.device)
-    # the padded extent of the other dimension: bytes of a row, or of a column, of a group
-    other = padded_scale_shape(scales.shape[0], scales.shape[1])[1 - dim]
-    group = torch.searchsorted(padded_ends * other, position, right=True)
+    group = torch.searchsorted(groups.padded_ends * groups.other, position, right=True)
     is_padding = group >= len(offsets)
     group = group.clamp(max=len(offsets) - 1)
-    within = position - (padded_ends - padded)[group] * other
-    columns = padded[group] if dim == 1 else torch.full_like(within, other)
+    within = position - groups.padded_starts[group] * groups.other
+    columns = groups.padded[group] if dim == 1 else torch.full_like(within, groups.other)
     row, column = _element_at(within, columns.clamp(min=BLOCK_COLUMNS))
-    row, column = (row + starts[group], column) if dim == 0 else (row, column + starts[group])
-    limit = ends[group]
+    start, limit = groups.starts[group], groups.ends[group]
+    row, column = (row + start, column) if dim == 0 else (row, column + start)
     limits = (limit, scales.shape[1]) if dim == 0 else (scales.shape[0], limit)
     is_scale = ~is_padding & (row < limits[0]) & (column < limits[1])
     row, column = (torch.where(is_scale, index, 0) for index in (row, column))
     values = scales.view(torch.uint8)[row, column] if scales.numel() else torch.zeros_like(row)
     return torch.where(is_scale, values, 0).to(torch.uint8).view(scales.dtype)
+
+
+def unswizzle_grouped_scales(
+    swizzled: Tensor, offsets: Tensor, rows: int, columns: int, dim: int = 0
+) -> Tensor:
+    """What `swizzle_grouped_scales` made, as row-major [rows, columns]; zero outside of all groups."""
+    if dim not in (0, 1) or offsets.dim() != 1 or offsets.numel() == 0:
+        raise ArgumentError(
+            f"groups along dim {dim}, offsets {list(offsets.shape)}",
+            next="dim 0 or 1, and at least one offset",
+        )
+    groups = _GroupedBlocks.of(offsets, rows, columns, dim)
+    flat = swizzled.contiguous().view(torch.uint8).flatten()
+    row = torch.arange(rows, device=flat.device)[:, None]
+    column = torch.arange(columns, device=flat.device)[None, :]
+    along = row if dim == 0 else column
+    group = torch.searchsorted(groups.ends, along, right=True)
+    is_scale = (group < len(offsets)).expand(rows, columns)
+    group = group.clamp(max=len(offsets) - 1)
+    first = groups.padded_starts[group] * groups.other
+    local = along - groups.starts[group]
+    if dim == 0:
+        byte = first + _byte_of(local, column, groups.other)
+    else:
+        byte = first + _byte_of(row, local, groups.padded[group])
+    if not flat.numel():
+        return swizzled.new_zeros(rows, columns)
+    values = flat[torch.where(is_scale, byte, 0)]
+    return torch.where(is_scale, values, 0).to(torch.uint8).view(swizzled.dtype)
+
+
+@dataclass(frozen=True)
+class _GroupedBlocks:
+    """Where groups start and end, in scales and padded to whole blocks.
+
+    other   padded extent of the other dimension: bytes of a padded row, or column, of a group
+    """
+
+    starts: Tensor
+    ends: Tensor
+    padded: Tensor
+    padded_ends: Tensor
+    other: int
+
+    @classmethod
+    def of(cls, offsets: Tensor, rows: int, columns: int, dim: int) -> _GroupedBlocks:
+        unit = BLOCK_ROWS if dim == 0 else BLOCK_COLUMNS
+        ends = offsets.to(torch.int64)
+        starts = ends - torch.diff(ends, prepend=ends.new_zeros(1))
+        padded = (ends - starts + unit - 1) // unit * unit
+        other = padded_scale_shape(rows, columns)[1 - dim]
+        return cls(starts, ends, padded, padded.cumsum(0), other)
+
+    @property
+    def padded_starts(self) -> Tensor:
+        return self.padded_ends - self.padded
 
 
 def padded_scale_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -109,6 +161,12 @@ def _element_at(position: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     column_block, byte = rest // BLOCK_BYTES, rest % BLOCK_BYTES
     row = row_block * BLOCK_ROWS + byte // 4 % 4 * 32 + byte // 16
     return row, column_block * BLOCK_COLUMNS + byte % 4
+
+
+def _byte_of(row: Tensor, column: Tensor, columns: Tensor | int) -> Tensor:
+    """The byte of an element in a swizzled matrix with `columns` columns; inverse of `_element_at`."""
+    block = row // BLOCK_ROWS * (BLOCK_ROWS * columns) + column // BLOCK_COLUMNS * BLOCK_BYTES
+    return block + row % 32 * 16 + row % BLOCK_ROWS // 32 * 4 + column % BLOCK_COLUMNS
 
 
 def _check_scales(scales: Tensor) -> None:

@@ -20,12 +20,12 @@ from fulgurite.errors import ArgumentError
 from fulgurite.kernels.elementwise.gated_activation import GatedActivation
 from fulgurite.kernels.gemm.fp8_linear import fp8_linear
 from fulgurite.kernels.grouped_gemm.fp8_grouped import apply_grouped
-from fulgurite.trace import Trace, source_of
+from fulgurite.trace import Trace
 from fulgurite.trace.cost import format_count
 from fulgurite.trace.trace import copy_module
 from fulgurite.train.config import PrecisionSection
 from fulgurite.train.nvfp4 import nvfp4_grouped_mm, nvfp4_linear
-from fulgurite.transforms import fp8
+from fulgurite.transforms import fp8, fp8_matmuls
 from fulgurite.transforms.base import Transform
 
 # config.precision.matmul -> recipe of `fp8_training`
@@ -37,12 +37,6 @@ FP8_RECIPES = {
 }
 NVFP4 = "nvfp4"
 FORMATS = ("none", *FP8_RECIPES, NVFP4)
-# Ops with a matmul inside that no recipe replaces, by a part of their name.
-FUSED_MATMULS = {
-    "linear_cross_entropy": "the LM head in the fused cross entropy",
-    "scaled_dot_product_attention": "attention scores and values",
-    "dense_linear": "a batch-invariant matmul of deterministic mode",
-}
 
 
 def precision_transforms(
@@ -56,9 +50,9 @@ def precision_transforms(
     if section.matmul == "none":
         return []
     if section.matmul == NVFP4:
-        return [nvfp4_training(section.skip), list_fused_matmuls()]
+        return [nvfp4_training(section.skip)]
     recipe = FP8_RECIPES[section.matmul]
-    return [fp8.fp8_training(recipe, skip=section.skip), list_fused_matmuls()]
+    return [fp8.fp8_training(recipe, skip=section.skip)]
 
 
 def nvfp4_training(skip: tuple[str, ...] = ()) -> Transform:
@@ -76,17 +70,6 @@ def nvfp4_training(skip: tuple[str, ...] = ()) -> Transform:
     return Transform("nvfp4_training()", "before_autograd", change)
 
 
-def list_fused_matmuls() -> Transform:
-    """A transform that changes nothing: its note lists matmuls inside other ops."""
-
-    def change(trace: Trace) -> Trace:
-        found = _find_fused(trace.module)
-        note = f"matmuls inside other ops, unchanged: {', '.join(found)}"
-        return trace.with_note(note) if found else trace
-
-    return Transform("list_fused_matmuls()", "before_autograd", change)
-
-
 def list_unchanged(compiled: Any) -> list[str]:
     """Every matmul of a compiled module that stays in the model's dtype, with the reason."""
     result: list[str] = []
@@ -96,18 +79,6 @@ def list_unchanged(compiled: Any) -> list[str]:
             if marker:
                 result += [name for name in names.split(", ") if name not in result]
     return result
-
-
-def _find_fused(module: fx.GraphModule) -> list[str]:
-    found: list[str] = []
-    for _, inner in module.named_children():
-        if isinstance(inner, fx.GraphModule):
-            found += _find_fused(inner)
-    for node in module.graph.nodes:
-        for name, what in FUSED_MATMULS.items():
-            if node.op == "call_function" and name in str(node.target):
-                found.append(f"{source_of(node).module or node.name} ({what})")
-    return found
 
 
 # ---- FP8 nodes -> NVFP4 --------------------------------------------------------------------------
@@ -154,7 +125,7 @@ def _grouped_gemm(
 # function of FP8 -> ours, and how many of its arguments are not about the recipe
 NVFP4_FUNCTIONS: dict[Any, tuple[Any, int]] = {
     fp8_linear: (nvfp4_linear, 3),
-    fp8.run_fp8_matmul: (_matmul, 3),
-    fp8.run_fp8_grouped_mm: (_grouped_mm, 3),
-    fp8.run_fp8_grouped_gemm: (_grouped_gemm, 8),
+    fp8_matmuls.run_fp8_matmul: (_matmul, 3),
+    fp8_matmuls.run_fp8_grouped_mm: (_grouped_mm, 3),
+    fp8_matmuls.run_fp8_grouped_gemm: (_grouped_gemm, 8),
 }

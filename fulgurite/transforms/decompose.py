@@ -17,7 +17,10 @@ import torch._decomp
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max
 
@@ -194,7 +197,12 @@ def _without_one(values: tuple[sympy.Expr, ...]) -> sympy.Expr:
 def _reads_data(node: fx.Node) -> bool:
     """Whether the node turns tensor data into a size or a number."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    if torch.Tag.data_dependent_output in tags:
+        return True
+    tensors = iter_tensors(
+        fake_value(node)
+    )  # an index has this tag, and fixed sizes without a mask
+    return torch.Tag.dynamic_output_shape in tags and any(map(free_unbacked_symbols, tensors))
 
 
 def _substitute_nodes(value: Any, value_of: dict[fx.Node, Any]) -> Any:

@@ -12,6 +12,7 @@ from fulgurite.quant.swizzle import (
     padded_scale_shape,
     swizzle_grouped_scales,
     swizzle_scales,
+    unswizzle_grouped_scales,
     unswizzle_scales,
 )
 
@@ -78,6 +79,19 @@ def test_groups_are_swizzled_one_by_one(ends, dim):
     expected = torch.cat([swizzle_by_hand(group.contiguous()) for group in groups])
     assert torch.equal(swizzled[: len(expected)], expected)
     assert not swizzled[len(expected) :].any()
+    back = unswizzle_grouped_scales(swizzled, offsets, rows, columns, dim)
+    assert torch.equal(back, scales)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scales_outside_of_all_groups_are_zero(dim):
+    scales = random_scales(140, 9).view(torch.float8_e8m0fnu)
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    swizzled = swizzle_grouped_scales(scales, offsets, dim)
+    back = unswizzle_grouped_scales(swizzled.reshape(-1, 4), offsets, 140, 9, dim)
+    inside, outside = back.view(torch.uint8).split([7, back.shape[dim] - 7], dim)
+    assert back.dtype == scales.dtype and not outside.any()
+    assert torch.equal(inside, scales.view(torch.uint8).narrow(dim, 0, 7))
 
 
 def test_compiled_swizzle_is_one_kernel():
@@ -87,7 +101,10 @@ def test_compiled_swizzle_is_one_kernel():
     assert len(fused.kernels) == 1
     offsets = torch.tensor([7, 130], dtype=torch.int32)
     compiled = fulgurite.compile(swizzle_grouped_scales, fullgraph=True)
-    assert torch.equal(compiled(scales, offsets), swizzle_grouped_scales(scales, offsets))
+    swizzled = compiled(scales, offsets)
+    assert torch.equal(swizzled, swizzle_grouped_scales(scales, offsets))
+    compiled = fulgurite.compile(unswizzle_grouped_scales, fullgraph=True)
+    assert torch.equal(compiled(swizzled, offsets, 130, 5), scales)
 
 
 def test_wrong_scales_are_refused():
@@ -97,3 +114,5 @@ def test_wrong_scales_are_refused():
         unswizzle_scales(torch.ones(4, dtype=torch.uint8), 1, 1)
     with pytest.raises(ArgumentError, match="at least one offset"):
         swizzle_grouped_scales(random_scales(4, 4), torch.zeros(0, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="groups along dim 2"):
+        unswizzle_grouped_scales(random_scales(4), torch.ones(1, dtype=torch.int32), 1, 1, 2)

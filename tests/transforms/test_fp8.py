@@ -190,6 +190,43 @@ def test_every_form_of_a_matmul(recipe):
     assert backward.count("fulgurite.scaled_grouped_mm.default") == 1
 
 
+class RareForms(nn.Module):
+    """Einsums of a weight, and matmuls in forms that are listed only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(64, 96) / 8)
+        self.down = nn.Parameter(torch.randn(64, 96) / 8)
+
+    def forward(self, x):
+        y = torch.einsum("bsk,kn->bsn", x, self.up)
+        y = torch.einsum("nk, ...k -> ...n", [self.down, y.relu()])
+        z = torch.einsum("bsk,btk->bst", y, y) @ y
+        z = z + torch.tensordot(y, self.up, 1) @ self.down.t()
+        z = z + torch.nn.functional.scaled_dot_product_attention(y, y, y)
+        return z + torch.einsum("bsk,kn->bns", y, self.up).mT @ self.up.t()
+
+
+def test_einsums_of_weights_and_forms_that_are_listed():
+    torch.manual_seed(0)
+    model, x = RareForms(), torch.randn(2, 16, 64) / 8
+    compiled = fulgurite.compile(model, transforms=[fp8_training()])
+    found = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert max(map(relative_error, found, wanted)) < 0.25
+    text = str(compiled.explain())
+    assert "fp8 rowwise: 4 matmuls, unchanged: " in text
+    for reason in (
+        "the einsum 'bsk,btk->bst' is not x @ weight",
+        "the einsum 'bsk,kn->bns' is not x @ weight",
+        "tensordot is not replaced; write it as linear or x @ weight",
+        "attention scores and values",
+        "a batched matmul",
+    ):
+        assert reason in text, reason
+    assert count(compiled, "forward", "scaled_mm") == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_every_form_of_a_matmul_on_a_gpu(recipe):

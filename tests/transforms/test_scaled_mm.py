@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 import fulgurite
-from fulgurite.kernels.grouped_gemm.scaled import scaled_grouped_mm_op, scaled_grouped_mm_reference
 from fulgurite.quant import quantize
 from fulgurite.quant.swizzle import swizzle_scales
 from fulgurite.transforms.scaled_mm import route_scaled_mm
@@ -108,62 +107,6 @@ def test_swizzled_scales(format, shape):
     assert is_close(actual, a.dequantize() @ b.dequantize().t(), shape[2])
 
 
-def grouped(rows: int, experts: int, seed: int = 0):
-    torch.manual_seed(seed)
-    x = torch.randn(rows, 64, dtype=torch.bfloat16)
-    weight = torch.randn(experts, 32, 64, dtype=torch.bfloat16)
-    ends = torch.randint(0, rows + 1, (experts,)).sort().values
-    ends[-1] = rows
-    return x, weight, ends.int()
-
-
-@pytest.mark.parametrize("rows, is_ours", [(24, True), (600, False)])
-def test_few_rows_of_an_expert_go_to_our_kernel(rows, is_ours):
-    x, weight, offsets = grouped(rows, 8)
-
-    def function(x, weight, offsets):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-
-    compiled = fulgurite.compile(function)
-    assert is_close(compiled(x, weight, offsets), function(x, weight, offsets), 64)
-    assert ("fulgurite.grouped_gemm.default" in str(compiled.last_trace())) == is_ours
-
-
-def test_scaled_grouped_mm_on_the_cpu():
-    x, weight, offsets = grouped(40, 4)
-    a, b = x.to(FP8), weight.to(FP8)
-    scale_a, scale_b = torch.rand(40), torch.rand(4, 32)
-
-    def function(a, b, scale_a, scale_b, offsets):
-        return torch._scaled_grouped_mm(a, b.transpose(1, 2), scale_a, scale_b, offsets)
-
-    actual = fulgurite.compile(function)(a, b, scale_a, scale_b, offsets)
-    dense = (a.float() * scale_a[:, None]), (b.float() * scale_b[:, :, None])
-    expected = torch.zeros(40, 32)
-    for expert, (start, end) in enumerate(
-        zip([0, *offsets.tolist()], offsets.tolist(), strict=False)
-    ):
-        expected[start:end] = dense[0][start:end] @ dense[1][expert].t()
-    assert is_close(actual, expected, 64)
-
-
-@pytest.mark.parametrize("formats", [
-    ("fp8_e4m3_row", "fp8_e4m3_row"), ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
-    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4"),
-])  # fmt: skip
-def test_scaled_grouped_mm_matches_its_reference(formats):
-    x, weight, offsets = grouped(40, 4)
-    x, weight = torch.cat([x] * 4, 1), torch.cat([weight] * 4, 2)
-    offsets = torch.tensor([3, 3, 20, 30], dtype=torch.int32)  # rows without an expert at the end
-    a, b = quantize(x, formats[0]), quantize(weight, formats[1])
-    arguments = (
-        a.packed, list(a.scales.values()), formats[0], offsets,
-        b.packed, list(b.scales.values()), formats[1], torch.float32,
-    )  # fmt: skip
-    actual, expected = scaled_grouped_mm_op(*arguments), scaled_grouped_mm_reference(*arguments)
-    assert is_close(actual, expected, 256) and not actual[30:].any()
-
-
 def test_other_calls_stay_with_torch():
     a, b = (x.to(FP8) for x in matrices(16, 32, 64))
 
@@ -178,10 +121,6 @@ def test_other_calls_stay_with_torch():
 
 
 # ---- on a GPU
-
-
-def on_gpu(*tensors):
-    return tuple(t.cuda() for t in tensors)
 
 
 @pytest.mark.gpu
@@ -231,20 +170,6 @@ def test_block_scaled_formats_on_a_gpu(format, m):
     assert is_close(actual, exact, 512)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [24, 4000])
-def test_grouped_mm_on_a_gpu(rows):
-    x, weight, offsets = on_gpu(*grouped(rows, 8))
-
-    def function(x, weight, offsets):
-        return F.silu(F.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
-
-    compiled = fulgurite.compile(function)
-    assert is_close(compiled(x, weight, offsets), function(x, weight, offsets), 64)
-    is_ours = "fulgurite.grouped_gemm.default" in str(compiled.last_trace())
-    assert is_ours == (rows == 24)
-
-
 @needs_scaled_mm_on_cpus
 def test_what_reads_a_cpu_matmul_is_one_kernel():
     """Rounding, activation, residual and the amax for the next cast, of sums in float32."""
@@ -263,3 +188,62 @@ def test_what_reads_a_cpu_matmul_is_one_kernel():
     assert is_close(actual, exact, 64) and is_close(amax, exact.abs().amax(-1), 64)
     calls = str(compiled.last_trace()).split("def forward")[1]
     assert calls.count("# fuser") == 1
+
+
+def blockwise(m: int, n: int, k: int):
+    x, weight = matrices(m, n, k, seed=m)
+    a, b = quantize(x, "fp8_e4m3_1x128"), quantize(weight, "fp8_e4m3_128x128")
+    scale_b = F.pad(b.scales["scale"], (0, -b.scales["scale"].shape[1] % 4)).t()
+    arguments = a.packed, b.packed, a.scales["scale"].t().contiguous().t(), scale_b
+    return arguments, a.dequantize() @ b.dequantize().t()
+
+
+def mx(m: int, n: int, k: int):
+    a, b = (quantize(x, "mxfp8_e4m3") for x in matrices(m, n, k, seed=m))
+    scales = (swizzle_scales(x.scales["scale"]) for x in (a, b))
+    return (a.packed, b.packed, *scales), a.dequantize() @ b.dequantize().t()
+
+
+def rowwise(m: int, n: int, k: int):
+    a, b = (quantize(x, "fp8_e4m3_row") for x in matrices(m, n, k, seed=m))
+    scale_a, scale_b = a.scales["scale"], b.scales["scale"].t()
+    return (a.packed, b.packed, scale_a, scale_b), a.dequantize() @ b.dequantize().t()
+
+
+SWIZZLED = (SwizzleType.SWIZZLE_32_4_4, SwizzleType.SWIZZLE_32_4_4)
+FORMS = {
+    "rowwise": (rowwise, ScalingType.RowWise, ScalingType.RowWise, ()),
+    "blockwise": (blockwise, ScalingType.BlockWise1x128, ScalingType.BlockWise128x128, ()),
+    "mx": (mx, ScalingType.BlockWise1x32, ScalingType.BlockWise1x32, SWIZZLED),
+}
+
+
+@needs_scaled_mm_on_cpus
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_numbers_of_rows(form, dynamic):
+    """The second batch size makes the rows a symbol; torch has no CPU kernel for two of the forms."""
+    torch._dynamo.reset()
+    make, kind_a, kind_b, swizzles = FORMS[form]
+
+    def function(a, b, scale_a, scale_b):
+        return F.scaled_mm(a, b.t(), scale_a, kind_a, scale_b, kind_b, *swizzles).relu()
+
+    compiled = fulgurite.compile(function, dynamic=dynamic)
+    for m in (16, 20, 37):
+        arguments, expected = make(m, 256, 384)
+        assert is_close(compiled(*arguments), expected.relu(), 384)
+        assert OURS in str(compiled.last_trace())
+    if dynamic is None:
+        assert len(compiled.graphs) == 2
+
+
+def test_matrices_that_do_not_fit_raise_the_error_of_eager(recwarn):
+    a, b = torch.randn(9, 64).to(FP8), torch.randn(32, 48).to(FP8)
+
+    def function(a, b, scale):
+        return torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(9x64 and 48x32\)"):
+        fulgurite.compile(function)(a, b, torch.tensor(1.0))
+    assert not any("route_scaled_mm" in str(warning.message) for warning in recwarn)
