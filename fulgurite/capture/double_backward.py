@@ -49,17 +49,14 @@ class CallInputs:
             return cls(graph, (), ())
         return cls(graph, tuple(values), read_versions(values))
 
-    def check(self) -> None:
+    def check(self, purpose: str = "double backward") -> None:
         """Raise if the graph can't be run again with these inputs."""
-        if self.graph.reason:
+        reason = self.graph.reason
+        if not reason and read_versions(self.values) != self.versions:
+            reason = "one of its inputs was modified by an in-place operation after it"
+        if reason:
             raise RuntimeError(
-                f"double backward of a compiled graph runs it again, but {self.graph.reason}\n"
-                "  next   exclude that part from the compiled function: torch.compiler.disable"
-            )
-        if read_versions(self.values) != self.versions:
-            raise RuntimeError(
-                "double backward of a compiled graph runs it again, but one of its inputs was "
-                "modified by an in-place operation after it\n"
+                f"{purpose} of a compiled graph runs it again, but {reason}\n"
                 "  next   exclude that part from the compiled function: torch.compiler.disable"
             )
 
@@ -120,7 +117,7 @@ def run_differentiable(
 
     outputs     the outputs of the captured graph that `gradients` belong to
     """
-    tensors = [value for value in call.values if _needs_gradient(value)]
+    tensors = [value for value in call.values if needs_gradient(value)]
     if not tensors:  # connects the gradients to a graph, which raises when it is differentiated
         tensors = [torch.empty(0, requires_grad=True)]
     return _DifferentiableBackward.apply(  # type: ignore[no-untyped-call]
@@ -128,8 +125,22 @@ def run_differentiable(
     )
 
 
-def _needs_gradient(value: Any) -> bool:
+def needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def rerun_with_autograd(
+    call: CallInputs, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Sequence[Any]]:
+    """Run a captured graph again: aliases of the inputs that need gradients, and the outputs.
+
+    tensors     the inputs that need gradients
+    """
+    # aliases: the same tensor may be given as several inputs, each with its own gradient
+    inputs = [tensor.view_as(tensor) for tensor in tensors]
+    remaining = iter(inputs)
+    values = [next(remaining) if needs_gradient(x) else x for x in call.values]
+    return inputs, call.graph.run(*values)
 
 
 class _DifferentiableBackward(Function):
@@ -152,12 +163,8 @@ class _DifferentiableBackward(Function):
         saved = list(ctx.saved_tensors)
         split = len(saved) - len(outputs)
         with torch.enable_grad():
-            # aliases: the same tensor may be given as several inputs, each with its own gradient
-            inputs = [tensor.view_as(tensor) for tensor in saved[:split]]
             gradients = [_alias_with_gradient(tensor) for tensor in saved[split:]]
-            remaining = iter(inputs)
-            values = [next(remaining) if _needs_gradient(x) else x for x in call.values]
-            results = call.graph.run(*values)
+            inputs, results = rerun_with_autograd(call, saved[:split])
             taken = [results[k] for k in outputs]
             firsts = iter(
                 torch.autograd.grad(taken, inputs, gradients, create_graph=True, allow_unused=True)
@@ -167,7 +174,7 @@ class _DifferentiableBackward(Function):
             pairs = [
                 (first, second)
                 for value, second in zip(call.values, seconds, strict=True)
-                if _needs_gradient(value) and (first := next(firsts)) is not None
+                if needs_gradient(value) and (first := next(firsts)) is not None
                 if second is not None and first.requires_grad
             ]
             targets = [*inputs, *gradients]

@@ -14,6 +14,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
   gives an offset past the end, which a later `as_strided` counts from.
 - `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
+- Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs
+  (`mixed_norms.py`).
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
 - `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
   gives it the strides of its input, of which several elements may share an address.
@@ -36,15 +38,22 @@ import torch
 import torch._meta_registrations
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table, decompositions
 from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
+from torch._subclasses.fake_impls import register_op_impl
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.capture import matmul_rules, python_numbers
+from fulgurite.capture.mixed_norms import (
+    fake_group_norm,
+    fake_group_norm_backward,
+    keep_dtype_of_input,
+    save_float32_statistics,
+)
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -80,6 +89,7 @@ def install() -> None:
     _return_input_of_dropout(torch.ops.aten.dropout.default)
     _trace_by(torch.ops.aten.diagonal.default, _view_diagonal)
     _trace_by(torch.ops.aten.threshold_backward.default, _threshold_backward)
+    _correct_mixed_norms()
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
     shuffle = torch.ops.aten.channel_shuffle.default
     _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
@@ -130,6 +140,19 @@ def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
     """Find sizes, strides and dtype of an op's result, and decompose it, by a rule of ours."""
     _use_shape_rule(op, rule)
     decomposition_table[op] = rule
+
+
+def _correct_mixed_norms() -> None:
+    _replace(decompositions, "native_batch_norm_helper", save_float32_statistics)
+    _replace(torch._refs, "native_layer_norm", save_float32_statistics)
+    layer_norm = torch.ops.aten.native_layer_norm.default
+    _trace_by(layer_norm, save_float32_statistics(decomposition_table[layer_norm]))
+    group_norm = torch.ops.aten.native_group_norm.default
+    decomposition_table[group_norm] = save_float32_statistics(decomposition_table[group_norm])
+    register_op_impl(group_norm)(fake_group_norm)
+    backward = torch.ops.aten.native_group_norm_backward.default
+    decomposition_table[backward] = keep_dtype_of_input(decomposition_table[backward])
+    register_op_impl(backward)(fake_group_norm_backward)
 
 
 def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:

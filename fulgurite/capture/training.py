@@ -28,6 +28,11 @@ from torch._guards import TracingContext
 from torch.autograd import Function
 
 from fulgurite.capture.backward_thread import find_thread_setter
+from fulgurite.capture.batched_backward import (
+    accept_batched_gradients,
+    is_inside_vmap,
+    run_captured_backward,
+)
 from fulgurite.capture.double_backward import (
     CallInputs,
     CapturedGraph,
@@ -107,6 +112,7 @@ def call_training_graph(
                 function = type(node)._forward_cls
                 if apply is None:
                     function._double_backward = make_double_backward(signature)
+                    accept_batched_gradients(function, [each.output for each in signature.tangents])
                     made = make_function(graphs, signature, function._backward_impl)
                     cell[:] = made, find_thread_setter(inputs)
         return results
@@ -184,6 +190,8 @@ def make_function(
         boxed = gradients[0] if len(gradients) == 1 and type(gradients[0]) is list else None
         given = gradients if boxed is None else boxed
         del gradients
+        if is_inside_vmap():
+            return run_captured_backward(CallInputs(captured, *ctx.call_inputs), taken, given)
         arguments = [*ctx.sizes, *ctx.saved_tensors] if num_sizes else [*ctx.saved_tensors]
         for output, stride, coerce in expected_gradients:
             gradient = given[output]
@@ -291,13 +299,7 @@ def run_in_context(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _check_backward_state(forbids_deterministic: bool) -> None:
-    """Raise AOTAutograd's errors for backward under functorch or newly deterministic algorithms."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "It looks like you're trying to call a compiled backward function within vmap/grad/vjp, "
-            "which isn't supported. Try wrapping vmap inside torch.compile, or skip compiling the "
-            "backward function."
-        )
+    """Raise AOTAutograd's error for backward under newly deterministic algorithms."""
     if forbids_deterministic and torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
             "This compiled backward function is being run with "

@@ -56,9 +56,20 @@ class Fallback:
 
 
 ReportFallback = Callable[[Fallback], None]
-Sized = (
-    tuple[int | None, ...] | None
-)  # sizes of a tensor, None for a symbol; None if it is no tensor
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """What a kernel reads memory by: the sizes of an input, None for a symbol, and its dtype."""
+
+    sizes: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def accepts(self, value: torch.Tensor) -> bool:
+        if value.dtype != self.dtype or value.dim() != len(self.sizes):
+            return False
+        pairs = zip(self.sizes, value.shape, strict=True)
+        return all(size is None or size == found for size, found in pairs)
 
 
 def is_error_of_device(error: BaseException) -> bool:
@@ -79,22 +90,19 @@ def raise_or_report(fallback: Fallback, report: ReportFallback | None, cause: Ex
     report(fallback)
 
 
-class UnexpectedSizes(RuntimeError):
-    """An op before the region returned other sizes than its FakeTensor rule."""
+class UnexpectedInput(RuntimeError):
+    """An op before the region returned other sizes, or another dtype, than its FakeTensor rule."""
 
 
-def check_sizes(inputs: Sequence[Any], sizes: Sequence[Sized]) -> None:
-    """Raise UnexpectedSizes if an input has other sizes: kernels read memory by these."""
-    for position, (value, expected) in enumerate(zip(inputs, sizes, strict=True)):
-        if expected is None or not isinstance(value, torch.Tensor):
+def check_inputs(inputs: Sequence[Any], forms: Sequence[InputForm | None]) -> None:
+    """Raise UnexpectedInput if an input has another form; None: it is no tensor."""
+    for position, (value, expected) in enumerate(zip(inputs, forms, strict=True)):
+        if expected is None or not isinstance(value, torch.Tensor) or expected.accepts(value):
             continue
-        shape = tuple(value.shape)
-        if len(shape) != len(expected) or any(
-            size is not None and size != found for size, found in zip(expected, shape, strict=True)
-        ):
-            raise UnexpectedSizes(
-                f"input {position} has the sizes {shape}, and was compiled for {expected}"
-            )
+        raise UnexpectedInput(
+            f"input {position} is {value.dtype} of the sizes {tuple(value.shape)}, and was compiled "
+            f"for {expected.dtype} of {expected.sizes}"
+        )
 
 
 class GuardedRegion:
@@ -107,9 +115,9 @@ class GuardedRegion:
         make_torch_call: Callable[[], Callable[..., Any]],
         make_error: Callable[[Exception], FulguriteError],
         report: ReportFallback | None,
-        sizes: Sequence[Sized] = (),
+        forms: Sequence[InputForm | None] = (),
     ) -> None:
-        """`sizes` are those of the inputs for which the region was lowered."""
+        """`forms` are those of the inputs for which the region was lowered."""
         self.name = name
         self.lowered = lowered
         self.fallback: Fallback | None = None
@@ -117,7 +125,7 @@ class GuardedRegion:
         self._make_error = make_error
         self._report = report
         self._launch = lowered
-        self._unchecked = tuple(sizes)
+        self._unchecked = tuple(forms)
         self._guard_scope: dict[str, Any] = {}  # of the function that `cached_launch` returned
         self._lock = threading.RLock()
 
@@ -152,7 +160,7 @@ class GuardedRegion:
         launch = self._launch
         try:
             if self._unchecked:
-                check_sizes(inputs, self._unchecked)
+                check_inputs(inputs, self._unchecked)
                 self._unchecked = ()
             return launch(*inputs)
         except Exception as error:
@@ -169,7 +177,7 @@ class GuardedRegion:
             while True:
                 if self.runs_torch or is_error_of_device(error) or not self._can_rerun(error):
                     raise error
-                is_final = settings().strict or isinstance(error, UnexpectedSizes)
+                is_final = settings().strict or isinstance(error, UnexpectedInput)
                 following = None if is_final else self._next_schedule(error)
                 if following is None:
                     break

@@ -25,8 +25,8 @@ from fulgurite.executors.fallback import (
     TORCH_OPS,
     Fallback,
     GuardedRegion,
+    InputForm,
     ReportFallback,
-    Sized,
     is_error_of_device,
     raise_or_report,
 )
@@ -203,7 +203,7 @@ class _GraphBuilder:
                 make_torch_call=lambda: TORCH.lower(restore()),
                 make_error=functools.partial(_lowering_error, group),
                 report=self.report,
-                sizes=[_known_sizes(fake_value(node)) for node in inputs],
+                forms=[_known_form(fake_value(node)) for node in inputs],
             )
 
         return guard
@@ -247,11 +247,12 @@ class _GraphBuilder:
                     comment = ""
 
 
-def _known_sizes(value: Any) -> Sized:
-    """The sizes of a tensor that are numbers; None: it is no tensor."""
+def _known_form(value: Any) -> InputForm | None:
+    """The dtype of a tensor, and its sizes that are numbers; None: it is no tensor."""
     if not isinstance(value, Tensor):
         return None
-    return tuple(size if isinstance(size, int) else None for size in value.shape)
+    sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return InputForm(sizes, value.dtype)
 
 
 def _summarize_region(group: Group, subgraph: Subgraph, call: Callable[..., Any]) -> str:

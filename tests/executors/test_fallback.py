@@ -14,7 +14,7 @@ import fulgurite
 from fulgurite import fuser, native
 from fulgurite.errors import CompileError, FallbackWarning, FusionError
 from fulgurite.executors import fuser as fuser_executor
-from fulgurite.executors.fallback import GuardedRegion, is_error_of_device
+from fulgurite.executors.fallback import GuardedRegion, InputForm, is_error_of_device
 from fulgurite.fuser.ir.errors import KernelBuildError
 
 
@@ -247,8 +247,10 @@ def test_torch_runs_when_no_schedule_is_left():
     assert region.cached_launch is None
 
 
-def test_torch_runs_on_inputs_of_other_sizes():
-    """An op before the region may return other sizes than its FakeTensor rule."""
+@pytest.mark.parametrize("value", [torch.ones(2, 1), torch.ones(3, 1, dtype=torch.bfloat16)])
+def test_torch_runs_on_inputs_of_another_form(value):
+    """An op before the region may return other sizes, or another dtype, than its FakeTensor rule."""
+    form = InputForm((3, None), torch.float32)
     reports = []
     region = GuardedRegion(
         "r",
@@ -256,11 +258,12 @@ def test_torch_runs_on_inputs_of_other_sizes():
         lambda: lambda x: (x + 10,),
         lambda e: CompileError(str(e)),
         reports.append,
-        sizes=[(3, None)],
+        forms=[form],
     )
-    assert region(torch.ones(2, 1))[0].sum() == 22
-    assert [f.instead for f in reports] == ["torch"] and "(2, 1)" in reports[0].reason
-    region = GuardedRegion("r", Lowered(None), None, None, None, sizes=[(3, None)])
+    assert torch.equal(region(value)[0], value + 10)
+    assert [f.instead for f in reports] == ["torch"]
+    assert f"{value.dtype} of the sizes {tuple(value.shape)}" in reports[0].reason
+    region = GuardedRegion("r", Lowered(None), None, None, None, forms=[form])
     assert region(torch.ones(3, 5))[0].sum() == 30
 
 

@@ -178,4 +178,5 @@ GATHER_LOWERINGS: dict[str, Callable[..., Any]] = {
     "index_select": lower_index_select,
     "embedding": lower_embedding,
     "index": lower_index,
+    "_unsafe_index": lower_index,  # of decompositions; eager checks its range, too
 }

@@ -10,6 +10,7 @@ import fulgurite
 F = torch.nn.functional
 CASES = {
     "index": lambda x, i: x[i] * 2,
+    "unsafe index": lambda x, i: torch.ops.aten._unsafe_index(x, [i]) * 2,
     "index_select": lambda x, i: x.index_select(0, i) * 2,
     "gather": lambda x, i: x.gather(0, i[:, None].expand(len(i), 4)) * 2,
     "take": lambda x, i: x.take(i * 4) + 1,

@@ -1,0 +1,62 @@
+"""Backward of a compiled graph inside `vmap`: many gradients of one forward pass at once.
+
+In: gradients of outputs that are batched tensors, and the inputs of the call. Out: batched gradients of
+the inputs. `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(..., vectorize=True)` and `vmap`
+over a function that calls `torch.autograd.grad` come here. A compiled backward graph is traced for
+gradients of one shape, and its kernels can't read batched tensors. So the captured graph runs again in
+eager mode, and autograd differentiates it: the same restrictions as for `double_backward` apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import _are_functorch_transforms_active
+from torch._C import _dispatch_tls_is_dispatch_key_included as _is_included
+
+from fulgurite.capture.double_backward import CallInputs, needs_gradient, rerun_with_autograd
+
+
+def is_inside_vmap() -> bool:
+    """Whether backward runs inside `vmap`, torch's own (`is_grads_batched`) or functorch's."""
+    return _is_included("VmapMode") or _are_functorch_transforms_active()
+
+
+def run_captured_backward(
+    call: CallInputs, outputs: Sequence[int], gradients: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The gradients of a call's inputs, by autograd through its captured graph.
+
+    outputs     the outputs of the captured graph that have gradients
+    gradients   the gradients of all outputs
+    """
+    call.check("backward inside vmap")
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs, results = rerun_with_autograd(call, [x for x in call.values if needs_gradient(x)])
+        found = torch.autograd.grad(
+            [results[k] for k in outputs],
+            inputs,
+            [gradients[k] for k in outputs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    remaining = iter(found)
+    return tuple(next(remaining) if needs_gradient(value) else None for value in call.values)
+
+
+def accept_batched_gradients(function: Any, outputs: Sequence[int]) -> None:
+    """Let AOTAutograd's autograd function, which runs the first call, take batched gradients."""
+    run_aot: Callable[..., Any] = function.backward
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if not is_inside_vmap():
+            return run_aot(ctx, *gradients)
+        is_boxed = len(gradients) == 1 and type(gradients[0]) is list
+        return run_captured_backward(
+            ctx.call_inputs, outputs, gradients[0] if is_boxed else gradients
+        )
+
+    function.backward = staticmethod(backward)
