@@ -15,7 +15,6 @@ ENV_VARS = {
     "FULGURITE_REPRO_DIR": "folder for scripts that reproduce failures (default: ./fulgurite-repro)",
     "FULGURITE_NUM_THREADS": "threads of generated CPU kernels (default: torch.get_num_threads())",
     "FULGURITE_HOST_PROGRAM": "0: run final traces as Python instead of as host programs",
-    "FULGURITE_BACKWARD_THREAD": "device: run backward passes in torch's thread of the GPU, also with one GPU",
     "FULGURITE_AUTOTUNE": 'auto, 1 or 0: the default of compile(autotune=...): "auto", True or False',
     "FULGURITE_LLAMA_PYTHON": "Python interpreter with llama-cpp-python, for bench generate",
     "FULGURITE_API_KEY": "key of `fulgurite serve` and `top`; several separated by commas",

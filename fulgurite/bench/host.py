@@ -187,19 +187,7 @@ def make_steps(case: Case, device: str) -> Iterator[tuple[str, Call]]:
         if name == OURS and not case.is_compiled:
             compile_ = CANDIDATES[EAGER]
         step = case.make_step(compile_(function))
-        if is_baseline:
-            step = _with_device_threads(step)
         yield name, _mark_step_begin(step) if name == REDUCE_OVERHEAD else step
-
-
-def _with_device_threads(step: Call) -> Call:
-    """With torch's default: compiled training graphs turn device threads off, for this thread."""
-
-    def run() -> Any:
-        torch._C._set_multithreading_enabled(True)
-        return step()
-
-    return run
 
 
 def _mark_step_begin(step: Call) -> Call:

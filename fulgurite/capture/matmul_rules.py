@@ -27,6 +27,8 @@ def install() -> None:
     scaled = torch.ops.aten._scaled_grouped_mm_v2.default
     if DispatchKey.Meta not in scaled.py_kernels:
         _register(scaled, scaled_grouped_mm_rule)
+    # before torch 2.13, TorchDynamo does not know the function and breaks the graph
+    torch._dynamo.allow_in_graph(torch._scaled_grouped_mm_v2)
 
 
 def _register(op: OpOverload, rule: Callable[..., Tensor]) -> None:

@@ -27,7 +27,6 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch.autograd import Function
 
-from fulgurite.capture.backward_thread import find_thread_setter
 from fulgurite.capture.batched_backward import (
     accept_batched_gradients,
     is_inside_vmap,
@@ -94,14 +93,11 @@ def call_training_graph(
     wrapped   the graph inside AOTAutograd's wrappers. It runs the first call, which tells where
               AOTAutograd builds the backward graph, and calls inside functorch transforms.
     """
-    # after the first call: `apply` of our function, and what it calls before
-    cell: list[Callable[..., Any] | None] = [None, None]
+    cell: list[Callable[..., Any] | None] = [None]  # after the first call: `apply` of our function
 
     def call(*inputs: Any) -> Any:
-        apply, set_thread = cell
+        apply = cell[0]
         if apply is not None and torch.is_grad_enabled() and not _are_functorch_transforms_active():
-            if set_thread is not None:
-                set_thread()
             return apply(*inputs)
         kept = CallInputs.of(graphs.captured, inputs)
         results = wrapped(*inputs)
@@ -113,8 +109,7 @@ def call_training_graph(
                 if apply is None:
                     function._double_backward = make_double_backward(signature)
                     accept_batched_gradients(function, [each.output for each in signature.tangents])
-                    made = make_function(graphs, signature, function._backward_impl)
-                    cell[:] = made, find_thread_setter(inputs)
+                    cell[0] = make_function(graphs, signature, function._backward_impl)
         return results
 
     library = load_library()

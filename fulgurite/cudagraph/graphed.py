@@ -270,11 +270,18 @@ class GraphedFunction:
     def _find_moving_inputs(
         self, layer: LayerState, inputs: list[Any], held: list[ReplayableCall]
     ) -> list[int]:
-        """The positions of the inputs that a capture copies."""
+        """The positions of the inputs that a capture copies.
+
+        None if they are too large, and these addresses repeat: the gradient of logits, say, which alternates
+        between two places. Then each place has a capture, in spite of the memory.
+        """
         moving = set(held[0].copied) if held else layer.moving_inputs()
         if moving:
             known = self.memory.addresses.find()
             moving = {k for k in moving if inputs[k].untyped_storage().data_ptr() not in known}
+        count = sum(inputs[k].nbytes for k in moving)
+        if count > MAX_COPIED_BYTES and not held and layer.repeats_addresses():
+            return []
         return sorted(moving)
 
     def _capture(
@@ -294,7 +301,7 @@ class GraphedFunction:
         for call in held:  # one that later captures block is replaced by a later one
             if call.pool.slot not in slots:
                 state.drop(call)
-        if not held and not layer.may_add_capture():
+        if moving and not held and not layer.may_add_capture():
             layer.calls.clear()  # before the capture, which reuses their memory and serves their calls
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
         layer.captures += 1

@@ -61,10 +61,14 @@ class LayerState:
         kept = sum(call.kept_bytes for call in self.calls)
         return kept <= MAX_DUPLICATED_BYTES and len(self.calls) < MAX_ADDRESS_SETS
 
+    def repeats_addresses(self) -> bool:
+        """Whether the addresses of this call were seen before, and another capture for them may be made."""
+        return self.seen[self.addresses[-1]] >= REPEATS and len(self.calls) < MAX_ADDRESS_SETS
+
     def moving_inputs(self) -> set[int]:
         """Positions of inputs to copy: none if these addresses repeat, else those that changed."""
         now = self.addresses[-1]
-        if self.seen[now] >= REPEATS and self.may_add_capture():
+        if self.repeats_addresses() and self.may_add_capture():
             return set()
         before = [*self.addresses, *(call.addresses for call in self.calls)]
         return {k for k, a in enumerate(now) if any(other[k] != a for other in before)}

@@ -122,6 +122,8 @@ class ExecutorTuner:
         is_empty = any(size_hint(size) == 0 for tensor in values for size in tensor.shape)
         if is_empty or any(map(is_random, nodes)):  # nothing to time; draws must not be repeated
             return [claiming]
+        if any(map(_is_unbacked, module.graph.nodes)):  # made-up sizes may not fit to each other
+            return [claiming]
         if any(map(_divides_integers, nodes)):  # integer example inputs are zeros
             return [claiming]
         if any(map(_computes_index, nodes)):  # out of range for made-up inputs: an assert on a GPU
@@ -205,6 +207,15 @@ def _is_obviously_faster(module: fx.GraphModule, torch_module: fx.GraphModule) -
     ratio, min_bytes = OBVIOUS_SAVINGS
     is_obvious = moved_by_torch >= ratio * moved and moved >= min_bytes
     return is_obvious or moved > MAX_EXAMPLE_BYTES
+
+
+def _is_unbacked(node: fx.Node) -> bool:
+    """Whether a node is, or has, a size that depends on data: the counts of a `tolist()`."""
+    value = fake_value(node)
+    sizes = [size for tensor in iter_tensors(value) for size in tensor.shape]
+    return any(
+        isinstance(size, torch.SymInt) and size.node.hint is None for size in (value, *sizes)
+    )
 
 
 def _divides_integers(node: fx.Node) -> bool:

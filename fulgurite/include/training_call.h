@@ -40,17 +40,11 @@ static bool set_and_release(Object target, Object name, Object value) {  // stea
   return !error;
 }
 
-// self: (a list: the function's `apply`, what it calls before or None; None before the first call. The Python
-// function that makes them)
+// self: (a list: the function's `apply`, or None before the first call. The Python function that makes it)
 EXPORT Object call_training(Object self, Object const* arguments, int64_t count) {
-  Object cell = api.tuple_item(self, 0), apply = api.list_item(cell, 0), set_thread = api.list_item(cell, 1);
+  Object apply = api.list_item(api.tuple_item(self, 0), 0);
   if (apply == api.none || !api.is_grad_enabled() || !returns_false(api.has_functorch_transforms))
     return api.vectorcall(api.tuple_item(self, 1), arguments, count, 0);
-  if (set_thread != api.none) {
-    Object result = api.vectorcall(set_thread, 0, 0, 0);
-    if (!result) return 0;
-    api.decref(result);
-  }
   return api.vectorcall(apply, arguments, count, 0);
 }
 

@@ -66,6 +66,19 @@ def test_large_inputs_that_move_are_not_copied_at_every_call(monkeypatch):
     assert function.captures == 1 and "so far" not in str(function)
 
 
+def test_large_inputs_at_two_addresses_have_a_capture_each(monkeypatch):
+    """Copying them costs more than the outputs that the second capture keeps: the gradient of logits."""
+    monkeypatch.setattr(graphed, "MAX_COPIED_BYTES", 4)
+    monkeypatch.setattr(state, "MAX_DUPLICATED_BYTES", 0)
+    function, w = make(modes=("shared",), forced=False), torch.ones(2)
+    first, second = torch.full((2,), 3.0), torch.full((2,), 5.0)
+    for x in [first, second] * 20:
+        (result,) = call(function, x, w)
+        assert result.tolist() == x.tolist()
+        del result
+    assert function.captures == 2 and function.replays > 20
+
+
 @pytest.mark.parametrize("total_memory", [1 << 30, 64])
 def test_the_more_memory_a_graph_keeps_the_more_it_must_gain(total_memory):
     times = FakeStopwatch([1.2e-3] * 3 + [50e-6], [1.9e-3] * 3 + [1.85e-3], [2.2e-3] * 3 + [2e-3])

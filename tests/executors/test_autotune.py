@@ -178,6 +178,22 @@ def test_random_and_empty_regions_are_not_run_twice(clock):
     assert not clock.seen
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_sizes_that_depend_on_data_are_not_made_up():
+    """Made-up counts of rows don't add up to the rows that are multiplied: neither candidate would run."""
+
+    def experts(x, order, counts, gates, w):
+        parts = x[order].split(counts.tolist())
+        out = torch.cat([part @ w[k] for k, part in enumerate(parts)])
+        return torch.zeros_like(x).index_add(0, order, out * gates[:, None])
+
+    torch.manual_seed(0)
+    inputs = torch.randn(12, 4), torch.randperm(12), torch.tensor([3, 0, 9]), torch.rand(12)
+    w = torch.randn(3, 4, 4)
+    compiled = fulgurite.compile(experts, autotune="auto")
+    torch.testing.assert_close(compiled(*inputs, w), experts(*inputs, w))
+
+
 def test_large_savings_in_bytes_need_no_clock(clock):
     x = torch.ones(2048, 2048)
     compiled = fulgurite.compile(lambda x: ((x + 1) * 2 - x).relu(), autotune="auto")
