@@ -40,12 +40,15 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
 from torch._dynamo import exc, symbolic_convert, utils
-from torch._dynamo.variables import lists
+from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import register_op_impl
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import (
+    PendingUnbackedSymbolNotFound,
+    guard_or_false,
+)
 
 from fulgurite.capture import matmul_rules, python_numbers
 from fulgurite.capture.mixed_norms import (
@@ -83,6 +86,7 @@ def install() -> None:
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
     _replace(utils, "run_node", check_node)
+    _replace(builder, "set_example_value", _break_at_unbound_sizes)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
@@ -212,6 +216,28 @@ def _find_truth(variable: Any) -> bool | None:
         return None
     outcomes = {compare(bound, right) for bound in (0.0, 1.0)}  # half-precision numbers round to 1
     return outcomes.pop() if len(outcomes) == 1 else None
+
+
+def _break_at_unbound_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An op whose size depends on data in a form that TorchDynamo can't read back is a graph break.
+
+    `torch.arange(x[0], x[-1])` of floats: before torch 2.13, TorchDynamo fails with an internal error.
+    """
+
+    def set_example_value(node: torch.fx.Node, value: Any) -> Any:
+        try:
+            return original(node, value)
+        except PendingUnbackedSymbolNotFound as error:
+            environment = value.fake_mode.shape_env
+            environment.pending_fresh_unbacked_symbols.clear()
+            exc.unimplemented(
+                gb_type="Size that depends on data",
+                context=str(node.target),
+                explanation=f"the size of the result of {node.target} depends on data: {error}",
+                hints=[],
+            )
+
+    return set_example_value
 
 
 def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

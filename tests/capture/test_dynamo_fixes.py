@@ -268,3 +268,15 @@ def test_fake_results_of_channel_shuffle_are_contiguous(groups):
     with FakeTensorMode(), enable_python_dispatcher():
         x = torch.empty_strided((2, 4, 3), (0, 1, 4), device="cuda")
         assert F.channel_shuffle(x, groups).stride() == (12, 3, 1)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_size_from_floats_of_a_tensor_is_captured_or_a_graph_break():
+    """Before torch 2.13, TorchDynamo fails with an internal error: transformers' Funnel."""
+
+    def positions(x):
+        pos = torch.arange(0, 8, dtype=x.dtype)
+        return x.sum() + torch.arange(pos[-1], pos[0] - 1, -1, dtype=torch.long)
+
+    x = torch.randn(4)
+    torch.testing.assert_close(fulgurite.compile(positions)(x), positions(x))
