@@ -53,6 +53,8 @@ Autotune = Literal["auto"] | bool
 FALLBACK_MARGIN = 1.1  # torch must be faster by this factor to win a region: less is noise
 # no clock is needed if torch moves at least this many times the bytes, and the region at least as many
 OBVIOUS_SAVINGS = (3, 16 << 20)
+# Their integers are offsets in windows: 0 is in the padding of the first window, before the tensor.
+OFFSET_OPS = {"max_pool2d_offsets_backward"}
 INDEX_OPS = {
     *("embedding", "embedding_dense_backward", "gather", "index", "index_add", "index_copy"),
     *("index_fill", "index_put", "index_select", "put", "scatter", "scatter_add", "scatter_reduce"),
@@ -228,7 +230,10 @@ def _divides_integers(node: fx.Node) -> bool:
 
 def _computes_index(node: fx.Node) -> bool:
     """Whether an index of the node is computed. Integer example inputs are zeros: always in range."""
-    if str(getattr(node.target, "_opname", "")) not in INDEX_OPS:
+    name = str(getattr(node.target, "_opname", ""))
+    if name in OFFSET_OPS:
+        return True
+    if name not in INDEX_OPS:
         return False
     return any(_is_integer(n) and not _is_view_of_input(n) for n in node.all_input_nodes)
 

@@ -194,6 +194,18 @@ def test_sizes_that_depend_on_data_are_not_made_up():
     torch.testing.assert_close(compiled(*inputs, w), experts(*inputs, w))
 
 
+def test_offsets_in_padded_windows_are_not_made_up(clock):
+    """Offset 0 of the first window is before the tensor: torch's kernel wrote there, and crashed."""
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    compiled = fulgurite.compile(lambda x: F.max_pool2d(x, 3, 2, padding=1), autotune="auto")
+    y = compiled(x)
+    clock.seen.clear()
+    (found,) = torch.autograd.grad(y.sum(), x)  # compiles the backward graph
+    (wanted,) = torch.autograd.grad(F.max_pool2d(x, 3, 2, padding=1).sum(), x)
+    torch.testing.assert_close(found, wanted)
+    assert not clock.seen
+
+
 def test_large_savings_in_bytes_need_no_clock(clock):
     x = torch.ones(2048, 2048)
     compiled = fulgurite.compile(lambda x: ((x + 1) * 2 - x).relu(), autotune="auto")
