@@ -43,6 +43,7 @@ from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import register_op_impl
 from torch.fx.experimental.symbolic_shapes import (
@@ -228,8 +229,9 @@ def _break_at_unbound_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(node, value)
         except PendingUnbackedSymbolNotFound as error:
-            environment = value.fake_mode.shape_env
-            environment.pending_fresh_unbacked_symbols.clear()
+            mode = detect_fake_mode(value)  # of one tensor, or of several
+            assert mode is not None and mode.shape_env is not None, "a fake value has a fake mode"
+            mode.shape_env.pending_fresh_unbacked_symbols.clear()
             exc.unimplemented(
                 gb_type="Size that depends on data",
                 context=str(node.target),

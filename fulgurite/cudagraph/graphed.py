@@ -31,9 +31,8 @@ from fulgurite.units import format_bytes
 MAX_UNUSED_REPLAYS = 100  # per layer: a capture that is not used for so long is freed
 MAX_CAPTURES = 24  # captures for one set of sizes, unless each is replayed often
 MIN_REPLAYS_PER_CAPTURE = 20
-MAX_COPIED_BYTES = (
-    128 << 20
-)  # of inputs, at every call: 60 µs of an H200's time, and memory for all of them
+# Inputs that are copied at every call: 60 µs of an H200's time, and memory for all of them.
+MAX_COPIED_BYTES = 128 << 20
 MAX_SHAPES = 32  # sets of sizes of one function
 MAX_SLOTS = 3  # captures for the same addresses, with outputs of their own
 WAITS_FOR_OUTPUTS = 2  # calls that find outputs still held, before another capture

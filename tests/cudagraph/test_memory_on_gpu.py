@@ -23,9 +23,8 @@ from tests.cudagraph.programs import graphed
 
 pytestmark = pytest.mark.gpu
 WIDTH, HEADS, LAYERS, VOCABULARY, BATCH, TOKENS = 256, 4, 4, 30522, 8, 256
-WORKSPACES = (
-    72 << 20
-)  # cuBLAS has one of 32 MiB for each thread and stream; captures have their own
+# cuBLAS has a workspace of 32 MiB for each thread and stream; captures have their own.
+WORKSPACES = 72 << 20
 ROUNDING = 44 << 20  # the allocator reserves 20 MiB at a time, in each pool
 
 
