@@ -19,6 +19,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
 - `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
   gives it the strides of its input, of which several elements may share an address.
+- `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
+  Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
@@ -36,6 +38,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch._meta_registrations
+import torch._prims_common
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
@@ -98,6 +101,8 @@ def install() -> None:
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
     shuffle = torch.ops.aten.channel_shuffle.default
     _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
+    _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
+    _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
@@ -124,6 +129,17 @@ def _use_shape_rule(op: OpOverload, rule: Callable[..., Any]) -> None:
 
 def _make_contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: rule(*args).contiguous()
+
+
+def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def copy(x: Tensor) -> Tensor:
+        pairs = zip(x.shape, x.stride(), strict=True)
+        is_expanded = any(
+            guard_or_false(stride == 0) and not guard_or_false(size == 1) for size, stride in pairs
+        )
+        return x.clone() if is_expanded else copy_with_strides(x)
+
+    return copy
 
 
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

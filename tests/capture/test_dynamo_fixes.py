@@ -280,3 +280,33 @@ def test_a_size_from_floats_of_a_tensor_is_captured_or_a_graph_break():
 
     x = torch.randn(4)
     torch.testing.assert_close(fulgurite.compile(positions)(x), positions(x))
+
+
+WRITES = {
+    "select": lambda x: x.unbind(0)[-1].mul_(-1),
+    "slice": lambda x: x[1:].mul_(-1),
+    "diagonal": lambda x: x.diagonal().mul_(-1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_writes_through_a_view_of_an_expanded_tensor(write, dynamic):
+    def program(x):
+        y = x.expand(2, *x.shape)[:, 1]
+        write(y)
+        return y
+
+    compiled = fulgurite.compile(program, dynamic=dynamic)
+    given, ours = (torch.tensor([[2.0, 3.0], [1.75, 4.0]]) for _ in range(2))
+    expected = program(given)
+    torch.testing.assert_close(compiled(ours), expected, rtol=0, atol=0)
+    torch.testing.assert_close(ours, given, rtol=0, atol=0)
+
+
+def test_zero_keeps_strides():
+    def program(x):
+        return x.cos().zero_()
+
+    x = torch.randn(3, 2).t()
+    assert fulgurite.compile(program)(x).stride() == program(x).stride() == (1, 2)
