@@ -24,7 +24,7 @@ from fulgurite.fuser.ir.expression import (
     iter_indices,
     walk,
 )
-from fulgurite.fuser.ir.index import Axis, Index
+from fulgurite.fuser.ir.index import Axis, Index, Symbol
 from fulgurite.fuser.ir.statement import Tensor
 
 LOOP_NAMES = "ijklmnopqrstuvw"
@@ -128,6 +128,15 @@ class LoopNest:
             for index in indices
             for atom in index.indirect_indices()
         )
+
+    def symbols(self) -> set[Symbol]:
+        """Every symbol that the kernel's code names; tensors' strides are in the indices."""
+        parts: list[Index | Expression] = [axis.size for axis in self.axes]
+        for local in self.locals.values():
+            parts += [local.expression] if local.rank is None else [local.expression, local.rank]
+        for write in (*self.stores, *self.tables):
+            parts += [write.index, write.value]
+        return set().union(*(part.symbols() for part in parts))
 
     def is_local(self, load: Load) -> bool:
         """Whether a load reads a local, not memory."""

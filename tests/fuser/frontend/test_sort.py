@@ -302,6 +302,20 @@ def test_dynamic_sizes() -> None:
         torch.testing.assert_close(compiled(x), function(x))
 
 
+def test_ranks_that_the_launcher_computes() -> None:
+    """`n // 2 + 1` is no polynomial of the size, so it reaches the kernel as an argument."""
+    if support.TARGET != "cpp":
+        pytest.skip("torch sorts along dynamic dimensions on GPUs")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).kthvalue(x.size(1) // 2 + 1, 1)[0]
+
+    compiled = compile(function, dynamic=True)
+    for columns in (7, 2, 30):
+        x = torch.randn(3, columns)
+        assert torch.equal(compiled(x), function(x))
+
+
 def test_gradients() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         weights, _ = route(x, 4)

@@ -19,7 +19,7 @@ from fulgurite.fuser.codegen.cpp.expressions import (
 from fulgurite.fuser.codegen.formulas import print_formulas
 from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
-from fulgurite.fuser.ir.index import Axis, Index, Symbol
+from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.loop_nest import Local, Store, Table
 from fulgurite.fuser.schedule.analysis import Analysis, analyze_nest, find_required_locals
 from fulgurite.fuser.schedule.cpu.base import CpuSchedule
@@ -90,21 +90,9 @@ class KernelWriter:
         self.writes = list(dict.fromkeys(written))
         read = {t.name for t, _, stores in self.nest.accesses() if not stores}
         self.updates = [name for name in self.writes if name in read]
-        self.symbols = sorted(self._find_symbols(), key=lambda s: s.name)
+        self.symbols = sorted(self.nest.symbols(), key=lambda s: s.name)
         self.printer = ExpressionPrinter(identifier)
         self.allocated_tables: list[str] = []
-
-    def _find_symbols(self) -> set[Symbol]:
-        found: set[Symbol] = set()
-        for axis in self.nest.axes:
-            found |= axis.size.symbols()
-        for local in self.nest.locals.values():
-            found |= local.expression.symbols()
-        for store in self.nest.stores:
-            found |= store.index.symbols() | store.value.symbols()
-        for table in self.nest.tables:
-            found |= table.index.symbols() | table.value.symbols()
-        return found
 
     # the function around the loops
 

@@ -143,13 +143,7 @@ class KernelWriter:
         return [self.nest.memory[load.name].name for load in loads]
 
     def find_symbols(self) -> list[Symbol]:
-        found: set[Symbol] = set()
-        for axis in self.nest.axes:
-            found |= axis.size.symbols()
-        for local in self.nest.locals.values():
-            found |= local.expression.symbols()
-        for store in self.nest.stores:
-            found |= store.index.symbols() | store.value.symbols()
+        found = self.nest.symbols()
         if SEED in found:
             found.add(SEED_ADDRESS)
         return sorted(found, key=lambda s: s.name)
