@@ -59,6 +59,7 @@ INEXACT_DECOMPOSITIONS = (
     aten.max_unpool3d,
     aten.nextafter,  # computes in float32, where the steps of bfloat16 are lost
     aten.binary_cross_entropy,  # takes inputs outside of 0 to 1
+    aten.grid_sampler_2d,  # multiplies what is outside by 0, which is NaN for infinity
     aten.index_add,  # takes sources that broadcast, and other dtypes
     aten.index_copy,
     aten.select_scatter,

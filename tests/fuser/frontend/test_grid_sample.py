@@ -65,3 +65,17 @@ def test_gradients_and_other_modes_run_by_torch():
     ours = torch.autograd.grad(compile(bilinear)(*leaves).square().sum(), leaves)
     theirs = torch.autograd.grad(bilinear(*leaves).square().sum(), leaves)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_infinity_next_to_the_border_is_not_read(mode, dtype):
+    def sample(image, grid):
+        return F.grid_sample(image, grid, mode, align_corners=False)
+
+    image = torch.full((1, 1, 1, 13), float("inf"), dtype=dtype)
+    image[..., 8:] = 1.75
+    grid = torch.ones(1, 1, 3, 2, dtype=dtype)  # the last corner: half of the weights are outside
+    expected = sample(image, grid)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(compile(sample)(image, grid), expected)
