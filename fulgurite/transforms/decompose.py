@@ -28,7 +28,7 @@ from fulgurite.op import get_decomposition
 from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import copy_source_and_groups, fake_value, set_fake_value
-from fulgurite.transforms import nll_loss, smooth_l1_loss, vector_norm
+from fulgurite.transforms import isin, nll_loss, smooth_l1_loss, vector_norm
 from fulgurite.transforms.traced_sizes import TracedSizes
 
 aten = torch.ops.aten
@@ -78,7 +78,8 @@ def decomposition_table() -> dict[Any, Any]:
         getattr(packet, name) for packet in INEXACT_DECOMPOSITIONS for name in packet.overloads()
     }
     exact = {op: function for op, function in table.items() if op not in inexact}
-    own = nll_loss.DECOMPOSITIONS | smooth_l1_loss.DECOMPOSITIONS | vector_norm.DECOMPOSITIONS
+    modules = (isin, nll_loss, smooth_l1_loss, vector_norm)
+    own = {op: rule for module in modules for op, rule in module.DECOMPOSITIONS.items()}
     return exact | own
 
 
