@@ -25,8 +25,8 @@ torch.relu({x}) | {x}.clamp({k}, 2) | {x}.clamp(min={s}) | !{x}.sign() | !{x}.is
 F.hardswish({f}) | !F.hardshrink({f}) | F.softshrink({f}) | F.relu6({f}) | ~F.selu({f}) | ~F.celu({f}) | ~F.glu({f}, {d})
 {x} + {y} | {x} - {y} | {x} * {y} | ~{x} / {y} | torch.maximum({x}, {y}) | torch.minimum({x}, {y}) | torch.fmax({x}, {y})
 !{x} < {y} | !{x} == {y} | !{x} != {y} | !torch.where({x} > {y}, {x}, {y}) | torch.where({o}, {x}, {y}) | torch.where({o}, {x}, {s})
-!{x} // {y} | !torch.remainder({x}, {y}) | !torch.copysign({f}, {g}.nan_to_num()) | torch.add({x}, {y}, alpha={k})
-torch.addcmul({x}, {y}, {z}, value=2) | ~torch.addcdiv({x}, {y}, {z}) | torch.lerp({f}, {g}, 0.25) | ~torch.hypot({f}, {g})
+!{x} // {y} | !torch.remainder({x}, {y}) | !torch.copysign({f}, {g}.nan_to_num()) | ~torch.add({x}, {y}, alpha={k})
+~torch.addcmul({x}, {y}, {z}, value=2) | ~torch.addcdiv({x}, {y}, {z}) | torch.lerp({f}, {g}, 0.25) | ~torch.hypot({f}, {g})
 ~torch.atan2({f}, {g}) | ~torch.logaddexp({f}, {g}) | {w} & {y} | torch.bitwise_or({w}, {y}) | {w} ^ 5 | {w}.bitwise_not() | {w} << {p} | {w} >> {p}
 {o}.logical_not() | !{x}.logical_and({y}) | !{x}.logical_xor({y}) | {x}.masked_fill({o}, {s}) | !torch.div({x}, {y}, rounding_mode="floor")
 !torch.div({x}, {s}, rounding_mode="trunc") | ~{x}.float().pow({s}) | ~torch.xlogy({f}, {g}.abs()) | !torch.heaviside({f}, {g})
@@ -35,7 +35,7 @@ torch.addcmul({x}, {y}, {z}, value=2) | ~torch.addcdiv({x}, {y}, {z}) | torch.le
 torch.gcd({w}, {w}) | torch.lcm({w}, {w}) | !torch.nextafter({f}, {f} + 1) | !torch.isin({x}, {y}) | !{f}.isinf() | !{x}.isfinite() | ~torch.ldexp({f}, {w})
 ~{f}.clamp(-1, 1).acos() | ~{f}.asin() | ~{f}.abs().acosh() | ~{f}.sinh() | ~{f}.cosh() | ~{f}.tan() | ~{f}.erfc() | ~{f}.erfinv() | ~{f}.abs().log10() | ~F.hardsigmoid({f}) | torch.fmin({x}, {y})
 +{x} | {w} & 5 | torch.bitwise_left_shift({w}, {p}) | torch.bitwise_right_shift({w}, {p}) | !F.threshold({x}, {k}, {s}) | ~F.gelu({f}, approximate="tanh") | ~{f}.atanh() | {x}.new_full({x}.shape, {s})
-~torch.special.i0e({f}) | ~torch.special.log_ndtr({f}) | ~torch.special.xlog1py({f}, {g}.abs()) | ~torch.logaddexp2({f}, {g}) | ~{f}.float_power(2) | torch.rsub({x}, {y}, alpha={k}) | ~torch.nn.functional.softsign({f})
+~torch.special.i0e({f}) | ~torch.special.log_ndtr({f}) | ~torch.special.xlog1py({f}, {g}.abs()) | ~torch.logaddexp2({f}, {g}) | ~{f}.float_power(2) | ~torch.rsub({x}, {y}, alpha={k}) | ~torch.nn.functional.softsign({f})
 """
 REDUCTIONS = """
 {x}.sum() | {x}.sum({d}) | {x}.sum(({d}, {e})) | {x}.sum({d}, keepdim=True) | ~{f}.mean({d}) | ~{f}.mean() | {x}.amax({d}) | {x}.amin({d}, True)

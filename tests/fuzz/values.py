@@ -54,7 +54,8 @@ def is_same(a: Any, b: Any) -> bool:
 
 def fits_float32(value: Any) -> bool:
     """float64 is its own reference, so that it counts as exact only if float32 can hold it."""
-    return all(p.dtype != torch.float64 or is_same(p.float(), p) for p in parts_of(value))
+    real = [torch.view_as_real(p) if p.is_complex() else p for p in parts_of(value)]
+    return all(p.dtype != torch.float64 or is_same(p.float(), p) for p in real)
 
 
 def is_tame(value: Any, whole: bool = False) -> bool:
