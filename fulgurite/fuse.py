@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 from fulgurite import fuser
@@ -16,9 +17,31 @@ from fulgurite.compile import Compiled
 from fulgurite.errors import FusionError
 from fulgurite.executors import Executor
 from fulgurite.executors.fuser import FUSER, kernels_of
+from fulgurite.executors.torch import TorchExecutor
 from fulgurite.options import make_options
 from fulgurite.trace import describe, source_of
 from fulgurite.trace.node_meta import fake_value
+
+
+class _HostCallsExecutor(TorchExecutor):
+    """Assertions, reads of a size from data, and what follows from it: the host does these between
+    kernels, as eager does.
+    """
+
+    def claims(self, node: fx.Node) -> bool:
+        is_number = isinstance(
+            fake_value(node), int | torch.SymInt | torch.SymBool | torch.SymFloat
+        )
+        return node.target in HOST_CALLS or is_number
+
+
+HOST_CALLS = (
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+)
 
 
 class _RejectingExecutor(Executor):
@@ -60,7 +83,12 @@ class Fused(Compiled):
 def fuse(function: Callable[..., Any], *, dynamic: bool | None = None) -> Fused:
     """Compile a function to generated kernels only.
 
-    The first call raises `FusionError` if an op can't be fused. `.kernels` lists the kernels.
+    The first call raises `FusionError` if an op can't be fused. `.kernels` lists the kernels. Assertions
+    and reads of a size from data stay calls of the host between kernels.
     """
-    options = make_options(executors=[FUSER, _RejectingExecutor()], dynamic=dynamic, fullgraph=True)
+    options = make_options(
+        executors=[FUSER, _HostCallsExecutor(), _RejectingExecutor()],
+        dynamic=dynamic,
+        fullgraph=True,
+    )
     return Fused(function, options)

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
 from fulgurite.capture.alias_offsets import restore_alias_offsets
+from fulgurite.capture.bincount import BINCOUNT_DECOMPOSITIONS
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
@@ -94,7 +95,7 @@ def run_aot_autograd(
         bw_compiler=build_backward,
         inference_compiler=build_inference,
         partition_fn=split,
-        decompositions=foreach_decompositions(),
+        decompositions={**foreach_decompositions(), **BINCOUNT_DECOMPOSITIONS},
         keep_inference_input_mutations=True,  # an input mutation is a line of the trace
     )
     outputs = [example_value(node) for node in module.graph.output_node().all_input_nodes]

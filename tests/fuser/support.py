@@ -68,6 +68,7 @@ NOT_DECOMPOSED = (
     aten.gelu_backward,
     aten.lerp,
     aten.clamp,
+    aten.linspace,
 )
 
 

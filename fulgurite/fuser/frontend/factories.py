@@ -8,12 +8,24 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.lowering_context import (
+    LoweringContext,
+    convert_dtype,
+    make_constant,
+    round_to_storage,
+)
 from fulgurite.fuser.frontend.tensor_value import Axes, TensorValue
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.build_expression import apply, constant_like
+from fulgurite.fuser.ir.build_expression import apply, constant_like, where
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Expression, IndexValue, Operation, opmath_dtype
+from fulgurite.fuser.ir.expression import (
+    Constant,
+    Expression,
+    IndexValue,
+    Operation,
+    opmath_dtype,
+)
+from fulgurite.fuser.ir.index import Index
 from fulgurite.trace.node_meta import fake_value
 
 
@@ -75,6 +87,38 @@ def lower_iota(
     return lower_arange(ctx, node, start=start, step=step)
 
 
+def lower_linspace(
+    ctx: LoweringContext, node: Node, start: Any, end: Any, steps: int, **_: Any
+) -> TensorValue:
+    """`steps` numbers from start to end, counted from the nearer end as torch's kernels do.
+
+    torch computes integers in double.
+    """
+    dtype = fake_value(node).dtype
+    wide = opmath_dtype(dtype) if dtype.is_floating_point else torch.float64
+
+    def number(argument: Any) -> Expression:
+        return convert_dtype(round_to_storage(ctx.read_operand(argument, (), dtype), dtype), wide)
+
+    def expression_at(axes: Axes) -> Expression:
+        first, last = number(start), number(end)
+        if steps <= 1:
+            return first
+        step = apply("div", apply("sub", last, first), make_constant(steps - 1, wide))
+        position = indices.from_atom(axes[0])
+
+        def offset(count: Index) -> Expression:
+            return apply("mul", step, convert_dtype(IndexValue(count, torch.int64), wide))
+
+        from_first = apply("add", first, offset(position))
+        from_last = apply("sub", last, offset(Index(steps - 1) - position))
+        middle = Constant(steps // 2, torch.int64)
+        is_first_half = apply("lt", IndexValue(position, torch.int64), middle)
+        return where(is_first_half, from_first, from_last)
+
+    return ctx.add_result(node, expression_at)
+
+
 FACTORY_LOWERINGS: dict[str, Callable[..., Any]] = {
     "empty": lower_zeros,
     "empty_like": lower_zeros,
@@ -95,4 +139,5 @@ FACTORY_LOWERINGS: dict[str, Callable[..., Any]] = {
     "scalar_tensor": lower_full,
     "arange": lower_arange,
     "iota": lower_iota,
+    "linspace": lower_linspace,
 }

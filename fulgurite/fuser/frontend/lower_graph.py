@@ -22,6 +22,8 @@ from fulgurite.fuser.frontend import complex_numbers, input_mutations, tensor_va
 from fulgurite.fuser.frontend.activations import ACTIVATION_LOWERINGS
 from fulgurite.fuser.frontend.copies import COPY_LOWERINGS
 from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
+from fulgurite.fuser.frontend.embedding_bag_gradients import EMBEDDING_BAG_GRADIENT_LOWERINGS
+from fulgurite.fuser.frontend.embedding_bags import EMBEDDING_BAG_LOWERINGS
 from fulgurite.fuser.frontend.factories import FACTORY_LOWERINGS
 from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
 from fulgurite.fuser.frontend.grid_sample import GRID_SAMPLE_LOWERINGS
@@ -84,6 +86,8 @@ STATEMENT_LOWERINGS: dict[str, Callable[..., Any]] = {
     **GATHER_LOWERINGS,
     **SCATTER_LOWERINGS,
     **INDEX_GRADIENT_LOWERINGS,
+    **EMBEDDING_BAG_LOWERINGS,
+    **EMBEDDING_BAG_GRADIENT_LOWERINGS,
     **INTERPOLATE_LOWERINGS,
     **PADDING_LOWERINGS,
     **POOLING_LOWERINGS,

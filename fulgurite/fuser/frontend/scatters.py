@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.fuser.frontend.gathers import load_checked
 from fulgurite.fuser.frontend.indexed_store import (
@@ -24,6 +25,7 @@ from fulgurite.fuser.frontend.indexed_store import (
 )
 from fulgurite.fuser.frontend.lowering_context import LoweringContext, convert_dtype
 from fulgurite.fuser.frontend.ranked_scatter import lower_ranked_scatter
+from fulgurite.fuser.frontend.symbolic_sizes import size_to_index
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
     TensorValue,
@@ -304,7 +306,8 @@ def lower_index_put(
     front = dims[0] if is_adjacent else 0
     rest = [base.sizes[d] for d, i in enumerate(index_values) if i is None]
     sizes = (*rest[:front], *common, *rest[front:])
-    if not _broadcasts_to(stored.sizes, sizes):
+    tensors = [fake_value(i) for i in (source, values, *indices) if i is not None]
+    if not _broadcasts_to(stored.sizes, sizes, [size for t in tensors for size in t.shape]):
         raise Unsupported("index_put of values that don't broadcast, which torch refuses")
 
     def index_at(axes: Axes) -> Sequence[Index]:
@@ -334,12 +337,24 @@ def _broadcast_sizes(shapes: Sequence[tuple[Index, ...]]) -> tuple[Index, ...]:
     return common
 
 
-def _broadcasts_to(shape: Sequence[Index], sizes: Sequence[Index]) -> bool:
-    """Whether a shape certainly broadcasts to these sizes."""
+def _broadcasts_to(
+    shape: Sequence[Index], sizes: Sequence[Index], given: Sequence[Any] = ()
+) -> bool:
+    """Whether a shape broadcasts to these sizes: certainly, or by a guard on symbols among `given`.
+
+    torch's FakeTensor rule of `index_put` does not compare the sizes.
+    """
     if len(shape) > len(sizes):
         return False
+    symbols = {size_to_index(size): size for size in given if isinstance(size, torch.SymInt)}
+
+    def is_equal(own: Index, size: Index) -> bool:
+        if own == size or own not in symbols or size not in symbols:
+            return own == size
+        return guard_or_false(symbols[own] == symbols[size])
+
     pairs = zip(reversed(shape), reversed(sizes), strict=False)
-    return all(own in (1, size) for own, size in pairs)
+    return all(own == 1 or is_equal(own, size) for own, size in pairs)
 
 
 def _put_where(
