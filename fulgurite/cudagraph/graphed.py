@@ -275,9 +275,7 @@ class GraphedFunction:
         alternates between two places. Then each place has a capture, in spite of the memory.
         """
         is_on_device = self.backend.is_on_device
-        on_host = [
-            k for k, x in enumerate(inputs) if isinstance(x, Tensor) and not is_on_device(x)
-        ]
+        on_host = [k for k, x in enumerate(inputs) if isinstance(x, Tensor) and not is_on_device(x)]
         moving = set(held[0].copied) if held else layer.moving_inputs()
         if moving:
             known = self.memory.addresses.find()
