@@ -9,7 +9,7 @@ eager mode, and autograd differentiates it: the same restrictions as for `double
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,18 +45,3 @@ def run_captured_backward(
         )
     remaining = iter(found)
     return tuple(next(remaining) if needs_gradient(value) else None for value in call.values)
-
-
-def accept_batched_gradients(function: Any, outputs: Sequence[int]) -> None:
-    """Let AOTAutograd's autograd function, which runs the first call, take batched gradients."""
-    run_aot: Callable[..., Any] = function.backward
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if not is_inside_vmap():
-            return run_aot(ctx, *gradients)
-        is_boxed = len(gradients) == 1 and type(gradients[0]) is list
-        return run_captured_backward(
-            ctx.call_inputs, outputs, gradients[0] if is_boxed else gradients
-        )
-
-    function.backward = staticmethod(backward)

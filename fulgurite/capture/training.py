@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +28,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch.autograd import Function
 
-from fulgurite.capture.batched_backward import (
-    accept_batched_gradients,
-    is_inside_vmap,
-    run_captured_backward,
-)
+from fulgurite.capture.batched_backward import is_inside_vmap, run_captured_backward
 from fulgurite.capture.double_backward import (
     CallInputs,
     CapturedGraph,
@@ -107,8 +104,7 @@ def call_training_graph(
                 node.call_inputs = kept
                 function = type(node)._forward_cls
                 if apply is None:
-                    function._double_backward = make_double_backward(signature)
-                    accept_batched_gradients(function, [each.output for each in signature.tangents])
+                    extend_aot_backward(function, [each.output for each in signature.tangents])
                     cell[0] = make_function(graphs, signature, function._backward_impl)
         return results
 
@@ -116,15 +112,28 @@ def call_training_graph(
     return call if library is None else library.make_callable("call_training", (cell, call))
 
 
-def make_double_backward(signature: TrainingSignature) -> Callable[..., Any]:
-    """AOTAutograd's hook for a backward pass that is part of a graph."""
-    outputs = [tangent.output for tangent in signature.tangents]
+def extend_aot_backward(function: Any, outputs: Sequence[int]) -> None:
+    """Let AOTAutograd's autograd function, which runs the first call, do what `backward` below does.
 
-    def double_backward(ctx: Any, run: Callable[..., Any], arguments: list[Any]) -> Any:
-        gradients = arguments[len(arguments) - len(outputs) :]
-        return run_differentiable(ctx.call_inputs, lambda: run(ctx), outputs, gradients)
+    It takes batched gradients, and is differentiable. AOTAutograd's own hook for that is not called if
+    neither gradients nor saved tensors require gradients (torch 2.11).
 
-    return double_backward
+    outputs   those with gradients
+    """
+    run_aot: Callable[..., Any] = function.backward
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        is_batched = is_inside_vmap()
+        if not is_batched and not torch.is_grad_enabled():
+            return run_aot(ctx, *gradients)
+        is_boxed = len(gradients) == 1 and type(gradients[0]) is list
+        given = gradients[0] if is_boxed else gradients
+        if is_batched:
+            return run_captured_backward(ctx.call_inputs, outputs, given)
+        run, taken = partial(run_aot, ctx, *gradients), [given[k] for k in outputs]
+        return run_differentiable(ctx.call_inputs, run, outputs, taken)
+
+    function.backward = staticmethod(backward)
 
 
 def _is_functorch_tensor(value: Any) -> bool:

@@ -22,21 +22,22 @@ from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch.fx.experimental._backward_state import BackwardState
 
+from fulgurite.trace.node_meta import fake_value
+
 PLAIN_OUTPUTS = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """A gradient that the backward graph takes: the output it belongs to, and its expected layout."""
+    """A gradient that the backward graph takes: the output it belongs to, and its expected layout.
+
+    stride   with which the backward graph was traced; None if symbolic. A gradient with these strides needs
+             no `coerce`.
+    """
 
     output: int
     meta: PlainTensorMeta
-
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        """The expected strides; None if only a memory format is expected (symbolic sizes)."""
-        layout = self.meta.memory_format
-        return None if layout is None or layout.stride is None else tuple(layout.stride)
+    stride: tuple[int, ...] | None
 
     def coerce(self, gradient: Tensor) -> Tensor:
         """The gradient in the layout that the backward graph was traced with."""
@@ -128,7 +129,8 @@ def _is_plain(
 
 def _find_tangents(backward: fx.GraphModule, metadata: Any) -> tuple[Tangent, ...] | None:
     """The tangents at the end of the backward graph's inputs; None if one is not of a plain output."""
-    found = [node.meta.get("desc") for node in backward.graph.find_nodes(op="placeholder")]
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    found = [node.meta.get("desc") for node in placeholders]
     positions = [k for k, desc in enumerate(found) if isinstance(desc, TangentAOTInput)]
     metas = metadata.subclass_tangent_meta
     if len(positions) != len(metas) or positions != list(
@@ -142,5 +144,10 @@ def _find_tangents(backward: fx.GraphModule, metadata: Any) -> tuple[Tangent, ..
             return None
         if meta.memory_format is None:
             return None
-        tangents.append(Tangent(output.idx, meta))
+        tangents.append(Tangent(output.idx, meta, _static_stride(placeholders[position])))
     return tuple(tangents)
+
+
+def _static_stride(placeholder: fx.Node) -> tuple[int, ...] | None:
+    stride: tuple[Any, ...] = fake_value(placeholder).stride()
+    return stride if all(isinstance(step, int) for step in stride) else None

@@ -3,6 +3,7 @@
 capture.py    capture_graph, the only place that captures; samplers and decode steps call it, too
 memory.py     memory that captures share, and which of their outputs are still held
 seeds.py      seeds of random kernels, new at every replay
+attention_seeds.py  seeds of attention's dropout, on the host or on the device
 replay.py     one captured call: inputs read in place or copied, outputs copied or shared
 capture_call.py  one call captured: static buffers, a warm-up, the capture
 timing.py     host and device time of a call

@@ -43,7 +43,7 @@ class CapturableFunction(Protocol):
     tail: ResultTail | None
     interface: GraphInterface
     backend: CaptureBackend
-    plain_devices: list[str]  # of the results of a plain call
+    is_on_device: list[bool]  # the results of a plain call
 
 
 def capture_call(
@@ -51,16 +51,16 @@ def capture_call(
 ) -> ReplayableCall:
     """Capture a call.
 
-    copied   positions of inputs that replays copy into static buffers
+    copied   positions of inputs that replays copy into static buffers: those on the host among them
     """
     interface, backend = function.interface, function.backend
     tensors = [k for k, value in enumerate(inputs) if isinstance(value, Tensor)]
-    if any(inputs[k].device.type != backend.device_type for k in tensors):
-        raise RuntimeError("an input is on the host")
+    if any(not backend.is_on_device(inputs[k]) for k in interface.mutated_inputs):
+        raise RuntimeError("it writes to an input on the host")
     if any(torch._debug_has_internal_overlap(inputs[k]) == 1 for k in copied):
         raise RuntimeError("an input overlaps itself and can't be copied into a buffer")
     with torch.inference_mode(False), torch.no_grad():
-        buffers = {k: copy_strided(inputs[k]) for k in copied}
+        buffers = {k: copy_strided(inputs[k], interface.device) for k in copied}
         own = [buffers.get(k, value) for k, value in enumerate(inputs)]
         if copied or function.captured is not function.plain:
             _warm_up(function, own)
@@ -68,9 +68,7 @@ def capture_call(
         with capture_seeds(seeds):
             call = backend.capture(function.captured, own, pool.on(interface.device))
     if not _returns_same_devices(function, call.outputs):
-        # attention with dropout: its seed is on the host, in a capture on the device, and backward
-        # reads it where its own mode expects it
-        raise RuntimeError("results that are on the host would be on the device")
+        raise RuntimeError("a result that is on the host would be on the device")
     replayable = ReplayableCall(
         call,
         own,
@@ -99,14 +97,18 @@ def _warm_up(function: CapturableFunction, inputs: list[Any]) -> None:
 
 
 def _returns_same_devices(function: CapturableFunction, outputs: Sequence[Any]) -> bool:
-    """Whether the captured call returns tensors on the devices of a plain call's results."""
+    """Whether the user gets tensors of the captured call where a plain call returns them.
+
+    Results for backward may be elsewhere: the seed of attention with dropout.
+    """
     made_later = function.tail.outputs if function.tail is not None else ()
-    found = device_types(outputs)
+    found = find_on_device(outputs, function.backend)
+    modes = function.interface.output_modes
     return all(
-        position in made_later or found[position] == device
-        for position, device in enumerate(function.plain_devices)
+        modes[position] == "shared" or position in made_later or found[position] == on_device
+        for position, on_device in enumerate(function.is_on_device)
     )
 
 
-def device_types(results: Sequence[Any]) -> list[str]:
-    return [value.device.type if isinstance(value, Tensor) else "" for value in results]
+def find_on_device(results: Sequence[Any], backend: CaptureBackend) -> list[bool]:
+    return [isinstance(value, Tensor) and backend.is_on_device(value) for value in results]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.cudagraph.capture import BoxedFunction
-from fulgurite.cudagraph.capture_call import GraphInterface, capture_call, device_types
+from fulgurite.cudagraph.capture_call import GraphInterface, capture_call, find_on_device
 from fulgurite.cudagraph.decision import Decision
 from fulgurite.cudagraph.memory import CaptureMemory
 from fulgurite.cudagraph.replay import ReplayableCall, ResultTail
@@ -68,7 +68,7 @@ class GraphedFunction:
         self.replays = self.plain_calls = 0
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
-        self.plain_devices: list[str] = []  # of the results of a plain call
+        self.is_on_device: list[bool] = []  # the results of a plain call
         # with static sizes: what followed the last capture before (layers are called in turn)
         self._expected_call: weakref.ref[ReplayableCall] | None = None
         self._last_call: weakref.ref[ReplayableCall] | None = None
@@ -153,8 +153,8 @@ class GraphedFunction:
     def _call_plain(self, inputs: list[Any]) -> Sequence[Any]:
         self.plain_calls += 1
         results = self.plain(inputs)
-        if not self.plain_devices:
-            self.plain_devices = device_types(results)
+        if not self.is_on_device:
+            self.is_on_device = find_on_device(results, self.backend)
         return results
 
     # ---- replay, or capture first --------------------------------------------------------------------
@@ -271,17 +271,19 @@ class GraphedFunction:
     ) -> list[int]:
         """The positions of the inputs that a capture copies.
 
-        None if they are too large, and these addresses repeat: the gradient of logits, say, which alternates
-        between two places. Then each place has a capture, in spite of the memory.
+        None on the device if they are too large, and these addresses repeat: the gradient of logits, say, which
+        alternates between two places. Then each place has a capture, in spite of the memory.
         """
+        is_on_device = self.backend.is_on_device
+        on_host = [k for k, x in enumerate(inputs) if isinstance(x, Tensor) and not is_on_device(x)]
         moving = set(held[0].copied) if held else layer.moving_inputs()
         if moving:
             known = self.memory.addresses.find()
             moving = {k for k in moving if inputs[k].untyped_storage().data_ptr() not in known}
         count = sum(inputs[k].nbytes for k in moving)
         if count > MAX_COPIED_BYTES and not held and layer.repeats_addresses():
-            return []
-        return sorted(moving)
+            moving.clear()
+        return sorted(moving.union(on_host))
 
     def _capture(
         self,

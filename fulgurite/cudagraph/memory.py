@@ -39,6 +39,7 @@ class CaptureBackend:
     """How calls are captured and timed. Tests replace it to run on CPUs.
 
     total_memory   bytes of memory of a device
+    is_on_device   whether a tensor is in the device's memory
     """
 
     device_type: str
@@ -46,9 +47,16 @@ class CaptureBackend:
     make_pool: Callable[[torch.device], Any]
     stopwatch: Stopwatch
     total_memory: Callable[[torch.device], int]
+    is_on_device: Callable[[Tensor], bool]
 
 
-CUDA = CaptureBackend("cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch(), read_total_memory)
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+CUDA = CaptureBackend(
+    "cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch(), read_total_memory, _is_on_cuda
+)
 
 
 class SharedOutputs:

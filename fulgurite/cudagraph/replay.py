@@ -3,7 +3,8 @@
 In: a captured call, and the inputs of a later one. Out: that call's outputs.
 
     inputs    An input of the address that was captured is read in place. The others are copied into
-              static buffers, all in one launch; those that the function mutates are copied back.
+              static buffers, all in one launch; those that the function mutates are copied back. Inputs
+              on the host are copied without waiting for the device.
     outputs   copied   the caller gets memory of its own, which no replay overwrites
               shared   the caller gets the graph's memory; see `memory.py` for when it is overwritten
               internal only the function's tail reads it: launches that run after the replay, into fresh
@@ -219,21 +220,22 @@ class _InputView:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy several tensors; in one launch where dtypes and strides allow it."""
+    """Copy several tensors; in one launch where dtypes and strides allow it.
+
+    CUDA copies from pageable host memory before the call returns, without waiting for the device.
+    """
     if len(targets) == 1:
-        targets[0].copy_(sources[0])
+        targets[0].copy_(sources[0], non_blocking=True)
     else:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def copy_strided(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.clone()
-    return empty_like_strided(tensor).copy_(tensor)
+def copy_strided(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy with the same strides, on the same device or on this one."""
+    return empty_like_strided(tensor, device).copy_(tensor)
 
 
-def empty_like_strided(tensor: Tensor) -> Tensor:
+def empty_like_strided(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
     )

@@ -3,7 +3,8 @@
 In: single nodes. Out: the same nodes, with the most direct function as target: `torch.add(x, 1)` instead
 of `torch.ops.aten.add.Tensor(x, 1)`. It reads better and skips the slow, schema-driven entry of the
 dispatcher. A direct function is used only if it was recorded to dispatch to exactly that op with exactly
-those arguments. Large matmuls on the CPU become those of `pooled_matmul`, whose outputs reuse memory.
+those arguments. Large matmuls on the CPU become those of `pooled_matmul`, whose outputs reuse memory. Backward
+of attention with dropout becomes a function that places the seed (`cudagraph/attention_seeds.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fulgurite.cudagraph.attention_seeds import find_seeded_function
 from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
 from fulgurite.kernels.conv import direct
@@ -48,6 +50,7 @@ class TorchExecutor(Executor):
         if getattr(node.target, "namespace", "") != "aten":
             return
         function = pooled_matmul.find_pooled_function(node)
+        function = function or find_seeded_function(node.target, node.args)
         if function is None:
             key = (node.target, _argument_kinds(node.args), _argument_kinds(node.kwargs))
             if key not in _DIRECT_FUNCTIONS:

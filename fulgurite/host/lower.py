@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
+from fulgurite.cudagraph.attention_seeds import SEEDED_FUNCTIONS
 from fulgurite.host.escaping import find_escaping, find_sole_views
 from fulgurite.host.expression import Code, Unsupported, Words
 from fulgurite.host.packed_call import PACKED_OPS, write_packed_call
@@ -206,6 +207,8 @@ class _Lowering:
         outputs = [-1 if n is None else self.slots[n] for n in step.outputs]
         if isinstance(node.target, Region):
             return "kernel", self._write_region(step, node.target, outputs, writer)
+        if node.target in SEEDED_FUNCTIONS.values():
+            raise Unsupported("a seed that may be on the device")
         if isinstance(fake_value(node), int | torch.SymInt) and not step.is_tuple:
             self._write_size(node, writer)
             return "size", None

@@ -132,7 +132,19 @@ def make_fake_backend(
 ) -> CaptureBackend:
     slow, fast = [100e-6] * 3, [10e-6]
     times = stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
-    return CaptureBackend("cpu", FakeCapturedCall, FakePool, times, lambda device: total_memory)
+    return CaptureBackend(
+        "cpu", FakeCapturedCall, FakePool, times, lambda device: total_memory, is_on_fake_device
+    )
+
+
+def is_on_fake_device(tensor: Tensor) -> bool:
+    """Whether it is on what stands for the device: not a tensor of `put_on_fake_host`."""
+    return tensor.dim() > 0 or tensor.storage_offset() == 0
+
+
+def put_on_fake_host(value: int) -> Tensor:
+    """A number that stands for one in host memory."""
+    return torch.tensor([0, value])[1]
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import torch
 
 from fulgurite.cudagraph import CaptureMemory, GraphedFunction, GraphInterface, capture
 from fulgurite.cudagraph.graphed import MAX_CAPTURES, MAX_SHAPES
-from fulgurite.cudagraph.seeds import captured_seeds
 from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_backend
 
 
@@ -491,26 +490,3 @@ def test_no_capture_after_an_invalidated_one(monkeypatch):
     stream = SimpleNamespace(device=torch.device("cuda", 3))
     with pytest.raises(RuntimeError, match="no more captures in this process"):
         capture.CudaCapturedCall(lambda inputs: inputs, [], SimpleNamespace(stream=stream))
-
-
-def test_results_that_change_their_device_run_plain():
-    """Attention with dropout returns its seed on the host, and inside a capture on the device."""
-
-    def run(x):
-        device = "meta" if captured_seeds() is None else "cpu"
-        return x * 2, torch.zeros((), device=device)
-
-    graphed = make(run, modes=("copied", "copied"))
-    for step in range(6):
-        x = torch.full((2,), float(step))
-        assert call(graphed, x)[0].tolist() == [2.0 * step] * 2
-    assert graphed.replays == 0 and graphed.plain_calls == 6
-    assert "results that are on the host would be on the device" in str(graphed)
-
-
-def test_input_on_another_device_runs_plain():
-    graphed = make(lambda x, seed: (x * 2,))
-    for step in range(6):
-        x = torch.full((2,), float(step))
-        assert call(graphed, x, torch.zeros((), device="meta"))[0].tolist() == [2.0 * step] * 2
-    assert graphed.replays == 0 and "an input is on the host" in str(graphed)

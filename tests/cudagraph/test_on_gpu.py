@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import subprocess
 import sys
 import threading
@@ -327,32 +328,44 @@ def test_parts_are_found_in_the_trace():
     assert graphs and sum(graph.replays for graph in graphs) > 2, str(compiled.last_trace())
 
 
-class BiasedAttention(nn.Module):
+class DroppedAttention(nn.Module):
     """Attention with a learned bias and dropout: torch's memory-efficient kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(4, 32, 32))
 
-    def forward(self, x: Tensor) -> Tensor:
-        # so small a rate drops nothing, and the kernel still draws its random numbers
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias, dropout_p=1e-30) * 2
+    def forward(self, q: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, v, attn_mask=self.bias, dropout_p=0.5) * 1
 
 
 @pytest.mark.parametrize("mode", [True, "auto"])
 def test_attention_with_dropout(mode):
-    """Backward reads the seed on the host, unless it is captured; forward calls come without backward, too."""
+    """Backward drops what forward dropped, wherever forward left the seed.
+
+    The values are the identity, so the output is the matrix of probabilities after dropout.
+    """
     torch.manual_seed(0)
-    eager = BiasedAttention().cuda().half()
-    original = copy.deepcopy(eager)
-    compiled = fulgurite.compile(original, cudagraph=mode)
-    for step in range(24):
-        x = torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.float16, requires_grad=True)
-        if step % 5 == 4:
-            compiled(x)
-        for model, module in ((eager, eager), (compiled, original)):
-            model(x).square().sum().backward()
-            module.bias.grad, found = None, module.bias.grad
-            if module is eager:
-                expected = found
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    compiled = fulgurite.compile(DroppedAttention().cuda().half(), cudagraph=mode)
+    draw = random.Random(0)
+    for step in range(60):
+        q = torch.randn(2, 4, 32, 32, device="cuda", dtype=torch.float16)
+        v = torch.eye(32, device="cuda", dtype=torch.float16).expand(2, 4, -1, -1).clone()
+        v.requires_grad_()
+        if step >= 20 and draw.random() < 0.2:
+            compiled(q, v)  # without backward
+        out = compiled(q, v)
+        kept = compiled(q, v) if step >= 20 and draw.random() < 0.2 else None
+        gradient = torch.randn_like(out)
+        expected = out.detach().mT @ gradient
+        for retain in [True, False] if step >= 20 and draw.random() < 0.3 else [False]:
+            (found,) = torch.autograd.grad(out, v, gradient, retain_graph=retain)
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        if kept is not None:
+            (found,) = torch.autograd.grad(kept, v, gradient)
+            torch.testing.assert_close(found, kept.detach().mT @ gradient, rtol=2e-2, atol=2e-2)
+        assert 0.3 < (out == 0).float().mean() < 0.7
+        del out, kept, found
+    if mode is True:
+        for kind in ("forward", "backward"):
+            assert graphed(compiled, kind).replays >= 20, str(graphed(compiled, kind))
