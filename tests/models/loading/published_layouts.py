@@ -416,8 +416,13 @@ def model_fields(moe: bool) -> dict[str, Any]:
     return fields
 
 
-def write_checkpoints(root: Path, name: str, moe: bool, **config: Any) -> tuple[Path, Path]:
-    """A checkpoint in the layout, in two shards, and the same weights dense."""
+def write_checkpoints(
+    root: Path, name: str, moe: bool, skip: tuple[str, ...] = (), **config: Any
+) -> tuple[Path, Path]:
+    """A checkpoint in the layout, in two shards, and the same weights dense.
+
+    `skip`: linears of a layer that the architecture lacks. `config`: fields that differ.
+    """
     layout = LAYOUTS[name]
     GENERATOR.manual_seed(len(name))
     stored: dict[str, Tensor] = {}
@@ -439,6 +444,8 @@ def write_checkpoints(root: Path, name: str, moe: bool, **config: Any) -> tuple[
     for layer in range(LAYERS):
         for linear, (rows, columns) in linear_shapes(moe).items():
             base = f"model.layers.{layer}.{linear}"
+            if linear in skip:
+                continue
             if name.endswith("block") and rows < 128:  # published key heads have 128 rows
                 values[base + ".weight"] = dense[base + ".weight"] = 0.1 * noise(rows, columns)
                 continue
