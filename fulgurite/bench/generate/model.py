@@ -10,7 +10,7 @@ of the floor, and memory beside the plan.
 
 The floor of a decode step is the bytes that must be read (weights that a token uses once, and the
 KV cache) over the measured copy bandwidth. Two more rows of `fulgurite` show what penalties cost N
-requests, and what `deterministic=True` costs on a GPU.
+requests, and what `deterministic=True` costs on a GPU. Each part of a run is a line on stderr.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 from fulgurite import device as hardware
 from fulgurite.bench import results
 from fulgurite.bench.generate.costs import ModelCost, count_model_cost
+from fulgurite.bench.generate.progress import Progress
 from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
 from fulgurite.bench.generate.transformers_model import TransformersDecoder
 from fulgurite.device import resolve_device
@@ -96,15 +97,18 @@ def run_generate_model(options: argparse.Namespace) -> None:
     if min(requests, options.prompt, options.steps) < 1:
         raise ArgumentError("--requests, --prompt and --steps must be 1 or more")
     workload = Workload(options.prompt, options.steps, tuple(sorted({1, requests})))
-    bandwidth = measure_bandwidth(device)
+    progress = Progress()
+    with progress.part("copy bandwidth"):
+        bandwidth = measure_bandwidth(device)
     rows: list[Row] = []
-    with open_checkpoint_folder(options.model, options.format, options.first_layers) as path:
+    model = options.model, options.format, options.first_layers
+    with open_checkpoint_folder(*model, device, progress) as path:
         fields = ConfigFields({}, "") if path.suffix == ".gguf" else read_config_file(path)
         for mode in modes:
             if mode == "fulgurite":
-                rows += measure_fulgurite(path, device, workload, bandwidth, options)
+                rows += measure_fulgurite(path, device, workload, bandwidth, options, progress)
             else:
-                rows.append(measure_transformers(mode, fields, device, workload))
+                rows.append(measure_transformers(mode, fields, device, workload, progress))
     default = "as stored" if find_preset(options.model) is None else "bf16"
     facts: Row = {"model": options.model, "format": options.format or default}
     if options.first_layers is not None:
@@ -134,7 +138,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 @contextmanager
 def open_checkpoint_folder(
-    name: str, format: str | None, layers: int | None = None
+    name: str, format: str | None, layers: int | None, device: torch.device, progress: Progress
 ) -> Iterator[Path]:
     """The folder of a checkpoint; a preset is written to a temporary one, with random weights."""
     fields = None if Path(name).exists() else find_preset(name)
@@ -155,7 +159,9 @@ def open_checkpoint_folder(
     scheme = None if format is None or format in DENSE else get_scheme(format)
     with tempfile.TemporaryDirectory(prefix="fulgurite-bench-") as folder:
         path = Path(folder) / "checkpoint"
-        write_random_checkpoint(fields, path, scheme)
+        with progress.part("random weights"):
+            share_layers = device.type != "cpu"  # see random_checkpoint.py
+            write_random_checkpoint(fields, path, scheme, share_layers=share_layers)
         yield path
 
 
@@ -180,12 +186,12 @@ def measure_fulgurite(
     workload: Workload,
     bandwidth: float,
     options: argparse.Namespace,
+    progress: Progress,
 ) -> list[Row]:
     """The engine as it is, with penalties, and on a GPU with `deterministic=True`."""
-    rows = _measure_llm(path, device, workload, bandwidth, options, deterministic=None)
+    rows = _measure_llm(path, device, workload, bandwidth, options, progress)
     if device.type == "cuda":
-        row, *_ = _measure_llm(path, device, workload, bandwidth, options, deterministic=True)
-        rows.append({**row, "mode": "fulgurite, deterministic"})
+        rows += _measure_llm(path, device, workload, bandwidth, options, progress, True)
     return rows
 
 
@@ -195,11 +201,15 @@ def _measure_llm(
     workload: Workload,
     bandwidth: float,
     options: argparse.Namespace,
-    deterministic: bool | None,
+    progress: Progress,
+    is_deterministic: bool = False,
 ) -> list[Row]:
-    choices: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
+    """The row of an engine; without deterministic mode also that with penalties."""
+    choices: dict[str, Any] = {"deterministic": True} if is_deterministic else {}
+    mode = "fulgurite, deterministic" if is_deterministic else "fulgurite"
     before = _start_memory(device)
     start = time.perf_counter()
+    progress.say(f"{mode}: loading")
     llm = LLM(
         path,
         device=device,
@@ -217,19 +227,25 @@ def _measure_llm(
     )
     with llm:
         load_seconds = time.perf_counter() - start
-        llm.engine.warm_up()
+        with progress.part(f"{mode}: warm-up"):
+            llm.engine.warm_up()
         cost = count_model_cost(llm.model)
-        row: Row = {"mode": "fulgurite", "load_s": load_seconds}
-        row["first_token_ms"] = 1e3 * time_first_token(llm.engine, workload.prompt)
-        *small, batch = workload.batches
-        for size in small:
-            (seconds,) = time_decode(llm.engine, size, workload, SamplingParams())
+        row: Row = {"mode": mode, "load_s": load_seconds}
+        with progress.part(f"{mode}: first token"):
+            row["first_token_ms"] = 1e3 * time_first_token(llm.engine, workload.prompt)
+        for size in workload.batches[:-1]:
+            with progress.part(f"{mode}: decode of {size}"):
+                (seconds,) = time_decode(llm.engine, size, workload, SamplingParams())
             row |= _decode_figures(size, seconds, cost, workload, bandwidth)
-        plain, penalized = time_decode(llm.engine, batch, workload, SamplingParams(), PENALTIES)
-        row |= _decode_figures(batch, plain, cost, workload, bandwidth)
+        batch, rows = workload.batches[-1], [row]
+        params = (SamplingParams(),) if is_deterministic else (SamplingParams(), PENALTIES)
+        with progress.part(f"{mode}: decode of {batch}"):
+            seconds, *penalized = time_decode(llm.engine, batch, workload, *params)
+        row |= _decode_figures(batch, seconds, cost, workload, bandwidth)
         row |= {"memory_bytes": _used_memory(device) - before, "plan_bytes": llm.plan.total}
-        rows = [row, {"mode": "fulgurite, penalties"}]
-        rows[1] |= _decode_figures(batch, penalized, cost, workload, bandwidth)
+        for seconds in penalized:
+            figures = _decode_figures(batch, seconds, cost, workload, bandwidth)
+            rows.append({"mode": f"{mode}, penalties", **figures})
     del llm
     _free_memory()
     return rows
@@ -324,7 +340,7 @@ def _decode_figures(
 
 
 def measure_transformers(
-    mode: str, fields: ConfigFields, device: torch.device, workload: Workload
+    mode: str, fields: ConfigFields, device: torch.device, workload: Workload, progress: Progress
 ) -> Row:
     """The same shape in transformers, with dense random weights."""
     row: Row = {"mode": mode}
@@ -334,9 +350,11 @@ def measure_transformers(
     decoder = TransformersDecoder.build(fields, device, is_compiled=mode == "torch.compile")
     if decoder is None:
         return row | {"note": "transformers is not installed, or lacks this model"}
-    row["first_token_ms"] = 1e3 * decoder.time_first_token(workload.prompt)
+    with progress.part(f"{mode}: first token"):
+        row["first_token_ms"] = 1e3 * decoder.time_first_token(workload.prompt)
     for batch in workload.batches:
-        seconds = decoder.time_decode(batch, workload.prompt, workload.steps)
+        with progress.part(f"{mode}: decode of {batch}"):
+            seconds = decoder.time_decode(batch, workload.prompt, workload.steps)
         row[f"decode_{batch}"] = batch / seconds
     row["memory_bytes"] = _used_memory(device) - before
     del decoder

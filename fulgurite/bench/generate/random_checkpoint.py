@@ -3,10 +3,15 @@
 In: the config.json fields of a preset and a format. Out: a folder that `LLM` loads. Only a few rows
 of each weight are random and quantized; they are repeated, which takes the same time to load and
 to run. So a model of 8B parameters is written at the speed of the disk.
+
+With `share_layers`, weights whose names differ only in numbers (layers, experts) are stored once,
+and the others are aliases of it. On a GPU every one of them still has memory of its own. On a CPU
+packed weights are views of the file: sharing them would make steps faster than they are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +44,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def write_random_checkpoint(
-    fields: ConfigFields, folder: Path, scheme: CompressionScheme | None, seed: int = 0
+    fields: ConfigFields,
+    folder: Path,
+    scheme: CompressionScheme | None,
+    seed: int = 0,
+    share_layers: bool = False,
 ) -> None:
     """Write config.json and random weights; `scheme` None: dense, in the preset's dtype."""
     values = {k: v for k, v in fields.values.items() if k != "quantization_config"}
@@ -51,14 +60,20 @@ def write_random_checkpoint(
     plan = None if scheme is None else plan_weights(source, model, scheme)
     if plan is not None:
         specs = plan.specs
+    aliases = find_aliases(specs) if share_layers else {}
+    specs = {name: spec for name, spec in specs.items() if name not in aliases}
+    stored_modules = {module_name(name) for name in specs}
     check_output_folder(folder, sum(spec.nbytes for spec in specs.values()))
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder, specs, MAX_SHARD_BYTES)
+    writer = ShardWriter(folder, specs, MAX_SHARD_BYTES, aliases)
     tiles = RandomTiles(seed)
     for name, tensor in (source.tensors if plan is None else plan.dense).items():
-        writer.write(name, tiles.make_dense(tensor))
+        if name in specs:
+            writer.write(name, tiles.make_dense(tensor))
     for weight in () if plan is None else plan.quantized.values():
         assert plan is not None, "there is a scheme"
+        if weight.base not in stored_modules:
+            continue
         dtype = scale_dtype(weight.tensor)
         quantized = tiles.make_quantized(weight.tensor.shape, plan.scheme.weights)
         parts = encode_weight(weight.base, quantized, plan.scheme, dtype)
@@ -67,11 +82,29 @@ def write_random_checkpoint(
             parts |= encode_input_scale(weight.base, amax, plan.scheme, dtype)
         for name, part in parts.items():
             writer.write(name, part)
-    writer.close()
+    writer.close(is_durable=False)
     if plan is not None:
         section = build_quantization_config(plan.scheme, [*plan.ignored], kv_cache=False)
         values = {**values, "quantization_config": section}
     write_json(folder / "config.json", values)
+
+
+def find_aliases(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Name -> the tensor of the first module with equal tensors and the same name up to numbers."""
+    modules: dict[str, dict[str, TensorSpec]] = {}
+    for name, spec in specs.items():
+        modules.setdefault(module_name(name), {})[name.removeprefix(module_name(name))] = spec
+    first: dict[tuple[str, frozenset[tuple[str, TensorSpec]]], str] = {}
+    aliases = {}
+    for module, tensors in modules.items():
+        stored = first.setdefault((re.sub(r"\d+", "#", module), frozenset(tensors.items())), module)
+        if stored != module:
+            aliases |= {module + last: stored + last for last in tensors}
+    return aliases
+
+
+def module_name(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[0]
 
 
 class RandomTiles:

@@ -158,7 +158,6 @@ def open_checkpoint(path: Path, implementation: str = "auto") -> Checkpoint:
     folder = path.parent if path.is_file() else path
     fields = read_config_file(folder)
     find_shard_files(path)  # reports missing weights before an unsupported architecture
-    quantization = CheckpointQuantization()
     if is_encoder(fields):
         raise WeightsError(
             f"{fields.get_list('architectures')[0]} is an encoder: it generates no text",
@@ -169,7 +168,7 @@ def open_checkpoint(path: Path, implementation: str = "auto") -> Checkpoint:
         family: ModelFamily = make_transformers_family(fields, path)
     else:
         family = find_family(fields)
-        quantization = read_quantization(fields, folder)
+    quantization = read_quantization(fields, folder)
     return _open_safetensors(path, family, get_language_model_fields(fields), quantization)
 
 

@@ -27,9 +27,14 @@ from fulgurite.models.loading.checkpoint import Checkpoint, KVScales
 from fulgurite.models.loading.parameter_formats import choose_parameter_formats
 from fulgurite.models.loading.quantized import install_quantized_weight, needs_repacking
 from fulgurite.models.loading.skip_init import SkipInitialization
-from fulgurite.models.loading.weight_assignment import ParameterSource, find_sources
+from fulgurite.models.loading.weight_assignment import (
+    ParameterSource,
+    find_sources,
+    find_transformers_sources,
+)
 from fulgurite.models.pipeline_stage import choose_stage, keep_stage
 from fulgurite.models.transformers_backend.family import TransformersFamily
+from fulgurite.models.transformers_backend.model import TransformersModel
 from fulgurite.parallel.mesh import Mesh, MeshShape
 from fulgurite.parallel.sharding import Sharding, ShardSlice
 from fulgurite.parallel.tensor import parallelize
@@ -123,7 +128,7 @@ def plan_load(
                 where=str(checkpoint.path),
                 next="leave out quantize=",
             )
-        return plan
+        return _plan_transformers(plan)
     plan.sources = find_sources(checkpoint, model)
     if options.keep_quantized:
         _install_stored_formats(plan)
@@ -147,6 +152,21 @@ def plan_load(
         full = {shard.name for shard in plan.shards.values()}
         plan.dequantized = {n: why for n, why in plan.dequantized.items() if n in full}
     _install_dense_formats(plan, selected)
+    return plan
+
+
+def _plan_transformers(plan: LoadPlan) -> LoadPlan:
+    """Modules of transformers: linears stay packed where the file names them as the modules do."""
+    if plan.options.keep_quantized:
+        plan.sources, plan.dequantized = find_transformers_sources(plan.checkpoint, plan.model)
+        _install_stored_formats(plan)
+        packed = plan.sources.keys() - plan.dequantized.keys()
+        plan.shards = {
+            name: ShardSlice.full(name, plan.model.get_parameter(name).shape)
+            for name in plan.sources
+            if name in packed
+        }
+    apply_kv_scales(plan.model, plan.checkpoint.read_kv_scales())
     return plan
 
 
@@ -262,11 +282,20 @@ def _install_dense_formats(plan: LoadPlan, selected: Mapping[str, QuantConfig]) 
 
 def apply_kv_scales(model: CausalLM, scales: Mapping[int, KVScales]) -> None:
     """Set the factors of an FP8 KV cache in the attention specs."""
+    if isinstance(model, TransformersModel):
+        model.specs = tuple(_scale_spec(spec, scales) for spec in model.specs)
+        return
     for module in model.modules():
         spec = getattr(module, "spec", None)
-        if isinstance(spec, AttentionSpec) and spec.layer_index in scales:
-            found = scales[spec.layer_index]
-            module.spec = replace(spec, key_scale=found.key, value_scale=found.value)
+        if isinstance(spec, AttentionSpec):
+            module.spec = _scale_spec(spec, scales)
+
+
+def _scale_spec(spec: AttentionSpec, scales: Mapping[int, KVScales]) -> AttentionSpec:
+    found = scales.get(spec.layer_index)
+    if found is None:
+        return spec
+    return replace(spec, key_scale=found.key, value_scale=found.value)
 
 
 @contextmanager

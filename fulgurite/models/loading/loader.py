@@ -31,10 +31,8 @@ from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fulgurite.models.loading.fill import fill_parameter
 from fulgurite.models.loading.load_plan import LoadOptions, LoadPlan, build_model, plan_load
 from fulgurite.models.loading.quantized import load_packed_parameter
-from fulgurite.models.transformers_backend.family import (
-    TransformersFamily,
-    load_transformers_model,
-)
+from fulgurite.models.loading.transformers_weights import load_transformers
+from fulgurite.models.transformers_backend.family import TransformersFamily
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
 from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.mesh import Mesh
@@ -167,14 +165,12 @@ def load_planned(plan: LoadPlan) -> CausalLM:
     checkpoint, options, model = plan.checkpoint, plan.options, plan.model
     start = time.perf_counter()
     if isinstance(checkpoint.family, TransformersFamily):
-        dtype = options.dtype or checkpoint.config.dtype
-        return load_transformers_model(
-            checkpoint.family, checkpoint.config, checkpoint.path, dtype, options.device
-        )
-    for name in _order_by_file(plan):
-        _load_parameter(plan, name)
-    model.to(options.device)  # buffers
-    model.load_report = _report(plan, time.perf_counter() - start)
+        model = load_transformers(plan)
+    else:
+        for name in _order_by_file(plan):
+            _load_parameter(plan, name)
+        model.to(options.device)  # buffers
+    model.load_report = _report(plan, model, time.perf_counter() - start)
     for line in str(model.load_report).splitlines():
         LOG.log(_level(line), "load: %s", line)
     return model.eval()
@@ -216,14 +212,14 @@ def _load_parameter(plan: LoadPlan, name: str) -> None:
         setattr(module, last, nn.Parameter(dense))
 
 
-def _report(plan: LoadPlan, seconds: float) -> LoadReport:
+def _report(plan: LoadPlan, model: CausalLM, seconds: float) -> LoadReport:
     formats: dict[str, int] = {}
     unused: list[str] = []
-    for name, parameter in plan.model.named_parameters():
+    for name, parameter in model.named_parameters():
         is_quantized = isinstance(parameter, QuantTensor)
         key = parameter.format.name if is_quantized else _dtype_name(parameter)
         formats[key] = formats.get(key, 0) + parameter.nbytes
-        sources = plan.sources[plan.shards[name].name]
+        sources = plan.sources[plan.shards[name].name] if name in plan.shards else ()
         if parameter.dim() == 3 and any(source.entry.has_input_scale for source in sources):
             unused.append(name)
     return LoadReport(

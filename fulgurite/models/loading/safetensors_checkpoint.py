@@ -6,6 +6,9 @@ These files contain no code: a JSON header and raw numbers. Shard names come fro
 be plain file names in the same folder. Each shard is opened once and stays open until `close`. A
 quantized weight is several tensors (data, scales, zero points), possibly in different shards; it is
 presented as one weight under its plain name, in any layout of `fulgurite.quant.files`.
+
+The metadata of a file may name aliases (`ALIASES_KEY`): further names of a tensor that it stores.
+Checkpoints of random weights use them, so that a layer is stored once.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from fulgurite.quant import (
 )
 from fulgurite.quant.files.lfs_pointer import POINTER_PREFIX, reject_lfs_pointer
 from fulgurite.quant.files.safetensors_io import METADATA_KEY
+from fulgurite.quant.files.safetensors_writer import ALIASES_KEY
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -63,6 +67,7 @@ class SafetensorsCheckpoint:
         self.file_opens = 0
         self._handles: dict[Path, Any] = {}
         self.files: dict[str, Path] = {}
+        self.aliases: dict[str, str] = {}  # further names of stored tensors
         self.stored: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         for file in find_shard_files(path):
@@ -86,6 +91,15 @@ class SafetensorsCheckpoint:
                 )
             self.files[name] = file
             self.stored[name] = StoredTensor(tuple(header.get_shape()), dtype)
+        for alias, name in read_aliases(handle.metadata(), file).items():
+            if self.files.get(name) != file or alias in self.files:
+                raise WeightsError(
+                    f"the alias {alias} of {name} is not one more name of a tensor in this file",
+                    where=str(file),
+                    next="write the checkpoint again",
+                )
+            self.aliases[alias] = name
+            self.files[alias], self.stored[alias] = file, self.stored[name]
 
     @cached_property
     def kv_scales(self) -> dict[str, tuple[str, str]]:
@@ -137,7 +151,8 @@ class SafetensorsCheckpoint:
 
     def read_tensor(self, name: str) -> Tensor:
         """One tensor as stored, a view of the mapped file."""
-        tensor: Tensor = self._open(self.files[name]).get_tensor(name)
+        stored_name = self.aliases.get(name, name)
+        tensor: Tensor = self._open(self.files[name]).get_tensor(stored_name)
         return tensor
 
     def close(self) -> None:
@@ -199,6 +214,17 @@ class _WeightTensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
+
+
+def read_aliases(metadata: Mapping[str, str] | None, file: Path) -> dict[str, str]:
+    """Name -> the stored tensor that it names as well, from the metadata of a file."""
+    try:
+        aliases = json.loads((metadata or {}).get(ALIASES_KEY, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"cannot parse {ALIASES_KEY}: {error}", where=str(file)) from error
+    if not isinstance(aliases, dict) or not all(isinstance(v, str) for v in aliases.values()):
+        raise WeightsError(f"{ALIASES_KEY} is no object of names", where=str(file))
+    return aliases
 
 
 def find_shard_files(path: Path) -> list[Path]:

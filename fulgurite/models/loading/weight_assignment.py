@@ -2,6 +2,7 @@
 
     assign_weights   tensor name -> the parameters that it fills
     find_sources     parameter -> the tensors that fill it
+    find_transformers_sources   the same for linears of transformers' modules that may stay packed
 
 Names and shapes are checked before any weight is read. One error lists everything that is wrong.
 """
@@ -23,6 +24,7 @@ from fulgurite.models.loading.checkpoint import Checkpoint
 from fulgurite.models.loading.checkpoint_tensor import Shape, TensorEntry
 from fulgurite.models.weight_mapping import Convert, WeightAssignment, WeightMapping
 
+TRANSFORMERS_PREFIX = "module."  # of parameters in a `TransformersModel`
 LM_HEAD_NAMES = ("lm_head.weight", "output.weight")
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # A quantized weight has K last. So the conversions of families that store dense weights transposed
@@ -53,6 +55,32 @@ def find_sources(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[Par
     return sources
 
 
+def find_transformers_sources(
+    checkpoint: Checkpoint, model: nn.Module
+) -> tuple[dict[str, list[ParameterSource]], dict[str, str]]:
+    """The quantized tensors that fill a linear of transformers' modules as they are; and why not.
+
+    The names must be equal: transformers' loader may rename, merge and stack all others.
+    """
+    modules = dict(model.named_modules())
+    tables = {id(module.weight) for module in modules.values() if type(module) is nn.Embedding}
+    sources: dict[str, list[ParameterSource]] = {}
+    reasons: dict[str, str] = {}
+    for name, entry in checkpoint.source.entries().items():
+        if not entry.is_quantized:
+            continue
+        parameter = TRANSFORMERS_PREFIX + name
+        linear = modules.get(parameter.removesuffix(".weight"))
+        if type(linear) is not nn.Linear or linear.weight.shape != entry.shape:
+            reasons[parameter] = "transformers' modules have no linear of this name and shape"
+        elif id(linear.weight) in tables:
+            reasons[parameter] = "transformers' modules tie it to the embedding"
+        else:
+            assignment = WeightAssignment(WeightMapping(name, parameter), parameter, 0)
+            sources[parameter] = [ParameterSource(entry, assignment)]
+    return sources, reasons
+
+
 def assign_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[WeightAssignment]]:
     """Map each checkpoint tensor to the parameters it fills.
 
@@ -64,7 +92,7 @@ def assign_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[W
     present = checkpoint.entries()
     for name in expected.keys() & present.keys():
         entry = present[name]
-        _check_dtype(entry, checkpoint.path)
+        check_dtype(entry, checkpoint.path)
         if entry.is_quantized:
             expected[name] = [_drop_transpose(assignment) for assignment in expected[name]]
     mismatched = [
@@ -119,7 +147,7 @@ def _drop_transpose(assignment: WeightAssignment) -> WeightAssignment:
     return replace(assignment, mapping=replace(mapping, convert=convert))
 
 
-def _check_dtype(entry: TensorEntry, path: Path) -> None:
+def check_dtype(entry: TensorEntry, path: Path) -> None:
     """Raise for numbers that are no weights by themselves: FP8 or integers without scales."""
     if entry.dtype is not None and entry.dtype not in WEIGHT_DTYPES:
         raise WeightsError(

@@ -20,6 +20,7 @@ from fulgurite.models.config_readers import read_dtype
 # Names of the number of positions, in the order of preference.
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -67,11 +68,12 @@ def read_transformers_config(fields: ConfigFields, folder: Path) -> tuple[str, A
             f"transformers {transformers.__version__} has no model_type {model_type!r}{code}",
             fields.where,
         )
-    if "quantization_config" in fields:
-        raise refuse(name, "its weights are quantized (quantization_config)", fields.where)
     config = transformers.AutoConfig.from_pretrained(
         folder, trust_remote_code=False, local_files_only=True
     )
+    for section in (config, config.get_text_config(decoder=True)):
+        for attribute in QUANTIZATION_FIELDS:  # weights are read and dequantized here
+            section.__dict__.pop(attribute, None)
     if config.is_encoder_decoder:
         raise refuse(name, "it has an encoder and a decoder", fields.where)
     known = [

@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.models.loading.safetensors_checkpoint import INDEX_FILE, SINGLE_FILE
 from fulgurite.models.transformers_backend.attention import IMPLEMENTATION, attend
 from fulgurite.models.transformers_backend.check import check_model
 from fulgurite.models.transformers_backend.config import (
@@ -59,10 +59,6 @@ def make_transformers_family(fields: ConfigFields, path: Path) -> TransformersFa
     """The family of a checkpoint; WeightsError with the reason if transformers can't run it."""
     folder = path.parent if path.is_file() else path
     architecture, config = read_transformers_config(fields, folder)
-    if path.is_file() and (path.name != SINGLE_FILE or (folder / INDEX_FILE).is_file()):
-        raise refuse(architecture, f"only a whole folder can be loaded, not {path.name}", str(path))
-    if not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        raise refuse(architecture, f"the folder has shards and no {INDEX_FILE}", str(folder))
     register_functions()
     return TransformersFamily(
         name=f"transformers {architecture}",
@@ -126,22 +122,25 @@ def load_transformers_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device | str,
+    state_dict: dict[str, Any],
+    finish: Callable[[nn.Module], None],
 ) -> TransformersModel:
-    """Load the weights of a folder into transformers' modules and check them; see check.py."""
+    """Load weights into transformers' modules and check them; see check.py.
+
+    state_dict   the weights by their names in the checkpoint, read by `tensor[...]`
+    finish       called with the loaded module, before it moves to the device
+    """
     assert isinstance(family, TransformersFamily), f"{family.name} is not made of transformers"
     where, architecture = family.where, family.architecture
-    folder = path.parent if path.is_file() else path
     layout = build_on_meta(config, architecture, family.transformers_config, where)
     transformers = import_transformers("the modules are transformers'", where)
     with hide_progress_bars(transformers):
-        module, report = find_auto_class(family.transformers_config, where).from_pretrained(
-            folder,
+        module, report = type(layout.module).from_pretrained(
+            None,
+            state_dict=state_dict,
             config=copy.deepcopy(family.transformers_config),
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
     problems = {kind: report[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")}
@@ -154,6 +153,7 @@ def load_transformers_model(
             **lists,
             next="check that config.json belongs to these weights",
         )
+    finish(module)
     model = TransformersModel(
         config, module.to(device).eval(), layout.attention_layers, layout.attention_specs
     )

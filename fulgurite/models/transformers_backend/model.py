@@ -31,6 +31,7 @@ from fulgurite.models.rope import RotaryCosSin
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.models.transformers_backend.attention import Step, mark_layer, use_step
 from fulgurite.models.transformers_backend.invariant_ops import InvariantOps
+from fulgurite.quant import QuantTensor
 
 _model_numbers = itertools.count()
 
@@ -110,7 +111,8 @@ class TransformersModel(CausalLM):
     def packed_weight_bytes(self) -> int:
         """Bytes of the copies that a compiled decoder keeps: float32 matrices on a CPU.
 
-        Embeddings are looked up, not multiplied, and the head is not compiled.
+        Embeddings are looked up, not multiplied, and the head is not compiled. Quantized weights are
+        multiplied as they are.
         """
         if self.compiled_decoder is None:
             return 0
@@ -120,6 +122,7 @@ class TransformersModel(CausalLM):
             weight.nbytes
             for weight in self.decoder.parameters()
             if weight.dim() == 2 and weight.dtype == torch.float32 and id(weight) not in not_packed
+            if not isinstance(weight, QuantTensor)
         )
 
     @property

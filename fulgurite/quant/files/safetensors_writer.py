@@ -28,6 +28,7 @@ from fulgurite.errors import ArgumentError, CapacityError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_ALIGNMENT = 8
+ALIASES_KEY = "fulgurite_aliases"  # metadata of a file: JSON, further names of its tensors
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -62,10 +63,20 @@ class TensorSpec:
 
 
 class ShardWriter:
-    """Writes tensors into the shards of a folder, in any order."""
+    """Writes tensors into the shards of a folder, in any order.
 
-    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> None:
+    `aliases` are further names of these tensors; readers other than ours don't know them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        max_shard_bytes: int,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self.specs = dict(specs)
+        self.aliases = dict(aliases or {})
         self.missing = set(specs)
         self.locations: dict[str, tuple[BinaryIO, int]] = {}
         self.files: list[BinaryIO] = []
@@ -78,7 +89,11 @@ class ShardWriter:
 
     def _open_shard(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         """Write a shard's header. Tensors with the widest dtype come first: all are aligned."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        metadata = {"format": "pt"}
+        aliases = {alias: name for alias, name in self.aliases.items() if name in specs}
+        if aliases:
+            metadata[ALIASES_KEY] = json.dumps(aliases, separators=(",", ":"))
+        header: dict[str, object] = {"__metadata__": metadata}
         offsets: dict[str, int] = {}
         end = 0
         for name, spec in sorted(
@@ -123,12 +138,16 @@ class ShardWriter:
         file.seek(offset)
         file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
-    def close(self) -> None:
-        """Flush all shards to disk. Every announced tensor must have been written."""
+    def close(self, is_durable: bool = True) -> None:
+        """Close all shards, flushed to disk if they are to last.
+
+        Every announced tensor must have been written.
+        """
         assert not self.missing, f"{len(self.missing)} tensors missing: {sorted(self.missing)[:3]}"
         for file in self.files:
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         self.abort()
 
     def abort(self) -> None:

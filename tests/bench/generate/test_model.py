@@ -6,16 +6,19 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fulgurite import cli
 from fulgurite.bench.generate.model import format_table, keep_first_layers, read_modes
 from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.families.presets import MODEL_PRESETS, find_preset
 from fulgurite.models.loading.loader import load_model
+from fulgurite.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
+from fulgurite.quant.files.safetensors_writer import ALIASES_KEY
 
 SMALL = {
     "vocab_size": 64,
@@ -53,6 +56,39 @@ def test_families_with_layouts_of_their_own(name, tmp_path):
     load_model(tmp_path / "c")
 
 
+@pytest.mark.parametrize("format", [None, "nvfp4", "int4_asym", "fp8_static"])
+def test_shared_layers_load_as_stored_ones(format, tmp_path):
+    """Layers and experts are stored once; the loaded model is the same."""
+    fields = find_preset("tiny-moe")
+    scheme = None if format is None else get_scheme(format)
+    models, sizes = [], []
+    for name, share in (("all", False), ("shared", True)):
+        write_random_checkpoint(fields, tmp_path / name, scheme, share_layers=share)
+        models.append(load_model(tmp_path / name, keep_quantized=True))
+        sizes.append((tmp_path / name / "model.safetensors").stat().st_size)
+    expected, actual = (dict(model.named_parameters()) for model in models)
+    assert expected.keys() == actual.keys()
+    for name, parameter in expected.items():
+        assert type(parameter) is type(actual[name]), name
+        pair = [
+            weight.dequantize(torch.float32) if isinstance(weight, QuantTensor) else weight
+            for weight in (parameter, actual[name])
+        ]
+        torch.testing.assert_close(pair[1], pair[0], rtol=0, atol=0)
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    "aliases, message",
+    [('{"b": "missing"}', "the alias b of missing"), ('{"a": "a"}', "the alias a of a"),
+     ("[", "cannot parse"), ('["a"]', "no object of names")],
+)  # fmt: skip
+def test_damaged_aliases(aliases, message, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", {ALIASES_KEY: aliases})
+    with pytest.raises(WeightsError, match=message):
+        SafetensorsCheckpoint(tmp_path)
+
+
 def test_first_layers_of_a_preset():
     """Lists with one entry a layer are cut; other lists are not."""
     values = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "mlp_only_layers": [1]}
@@ -87,7 +123,10 @@ def test_a_whole_run(tmp_path, capsys):
         assert row["decode_1"] > 0 and row["decode_3"] > 0
     assert ours["percent_3"] > 0 and penalties["decode_3"] > 0
     assert ours["plan_bytes"] > 100_000
-    assert "of floor" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "of floor" in printed.out
+    parts = ["random weights", "eager: decode of 3", "fulgurite: loading", "fulgurite: warm-up"]
+    assert [part for part in parts if f" s] {part}" not in printed.err] == []
 
 
 @pytest.mark.slow

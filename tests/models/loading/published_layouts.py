@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, EXPERT, EXPERTS, HEADS, KV_HEADS, HEAD = 256, 256, 128, 4, 4, 2, 32
+WIDE_HEAD = 128
 VOCABULARY, LAYERS = 64, 2
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NF4 = (
@@ -383,15 +384,16 @@ LAYOUTS: dict[str, Layout] = {
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def linear_shapes(moe: bool) -> dict[str, tuple[int, int]]:
-    """The linears of one layer: name -> [N, K]."""
+def linear_shapes(moe: bool, wide: bool = False) -> dict[str, tuple[int, int]]:
+    """The linears of one layer: name -> [N, K]. `wide`: their halves are whole blocks of 128."""
+    head = WIDE_HEAD if wide else HEAD
     shapes = {
-        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+        "self_attn.q_proj": (HEADS * head, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * head, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * head, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * head),
     }
-    size = EXPERT if moe else INTERMEDIATE
+    size = EXPERT if moe and not wide else INTERMEDIATE
     prefixes = [f"mlp.experts.{e}." for e in range(EXPERTS)] if moe else ["mlp."]
     for prefix in prefixes:
         shapes |= {f"{prefix}{name}_proj": (size, HIDDEN) for name in ("gate", "up")}
@@ -416,8 +418,19 @@ def model_fields(moe: bool) -> dict[str, Any]:
     return fields
 
 
-def write_checkpoints(root: Path, name: str, moe: bool, **config: Any) -> tuple[Path, Path]:
-    """A checkpoint in the layout, in two shards, and the same weights dense."""
+def write_checkpoints(
+    root: Path,
+    name: str,
+    moe: bool,
+    skip: tuple[str, ...] = (),
+    wide: bool = False,
+    **config: Any,
+) -> tuple[Path, Path]:
+    """A checkpoint in the layout, in two shards, and the same weights dense.
+
+    `skip`: linears of a layer that the architecture lacks. `wide`: two ranks can share them in every
+    layout. `config`: fields that differ.
+    """
     layout = LAYOUTS[name]
     GENERATOR.manual_seed(len(name))
     stored: dict[str, Tensor] = {}
@@ -433,12 +446,14 @@ def write_checkpoints(root: Path, name: str, moe: bool, **config: Any) -> tuple[
         if moe:
             dense[prefix + "mlp.gate.weight"] = 0.1 * noise(EXPERTS, HIDDEN)
             for norm in ("q_norm", "k_norm"):
-                dense[f"{prefix}self_attn.{norm}.weight"] = positive(HEAD)
+                dense[f"{prefix}self_attn.{norm}.weight"] = positive(WIDE_HEAD if wide else HEAD)
         stored |= {f"{prefix}self_attn.{key}": value for key, value in layout.extra.items()}
     values = dict(dense)
     for layer in range(LAYERS):
-        for linear, (rows, columns) in linear_shapes(moe).items():
+        for linear, (rows, columns) in linear_shapes(moe, wide).items():
             base = f"model.layers.{layer}.{linear}"
+            if linear in skip:
+                continue
             if name.endswith("block") and rows < 128:  # published key heads have 128 rows
                 values[base + ".weight"] = dense[base + ".weight"] = 0.1 * noise(rows, columns)
                 continue
@@ -446,6 +461,8 @@ def write_checkpoints(root: Path, name: str, moe: bool, **config: Any) -> tuple[
             stored |= {base + suffix: tensor for suffix, tensor in tensors.items()}
     quantized, reference = root / name, root / f"{name}-dense"
     fields = model_fields(moe) | config
+    if wide:
+        fields |= {"head_dim": WIDE_HEAD, "moe_intermediate_size": INTERMEDIATE}
     if layout.modelopt_file:
         save_folder(quantized, stored | dense, fields)
         section = {"producer": {"name": "modelopt"}, "quantization": layout.config}

@@ -213,14 +213,6 @@ def test_unknown_model_type_is_refused_and_its_code_not_run(tmp_path):
         load_model(tmp_path)
 
 
-def test_quantized_checkpoint_is_refused(tmp_path):
-    config = transformers.PersimmonConfig(**SIZES)
-    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    write_config(tmp_path, "PersimmonForCausalLM", config, quantization_config=section)
-    with pytest.raises(WeightsError, match="quantization_config"):
-        load_model(tmp_path)
-
-
 def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     write_config(tmp_path, "PersimmonForCausalLM", transformers.PersimmonConfig(**SIZES))
     with pytest.raises(WeightsError, match=r"does not match.*missing, 1 unexpected") as raised:
