@@ -31,6 +31,7 @@ from fulgurite.serve.engine.logprobs import PendingPromptLogprobs
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
+from fulgurite.serve.engine.token_broadcast import TokenBroadcast
 
 WARMUPS = 2  # calls before the capture
 
@@ -60,10 +61,11 @@ class CapturedDecodeStep:
         sampler: Sampler,
         batch_size: int,
         graph_pool: GraphPool,
+        token_broadcast: TokenBroadcast | None = None,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.batch_size, self.graph_pool = sampler, batch_size, graph_pool
-        self.device = model.device
+        self.token_broadcast, self.device = token_broadcast, model.device
         tables = block_manager.block_tables
         groups, columns = len(tables), tables[0].shape[1]
         layout: BufferLayout = {
@@ -219,6 +221,8 @@ class CapturedDecodeStep:
             tokens_R = self.sampler.run(
                 logits_RO, inputs["settings"], inputs["processing"], variant
             )
+            if self.token_broadcast is not None:
+                self.token_broadcast.share(tokens_R, inputs["rows"])
             return StepOutput(logits_RO, tokens_R)
 
         return capture_graph(
