@@ -91,10 +91,10 @@ def test_grammars_wait_for_their_tokens(ranks, folder, axes):
     assert 0 < found[0].num_ahead < found[0].num_steps
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, slow({"data": 2})], ids=str)
-def test_blocks_run_out(ranks, folder, axes):
+@pytest.mark.parametrize(("axes", "tokens"), [({"tensor": 2}, 64), slow({"data": 2}, 48)], ids=str)
+def test_blocks_run_out(ranks, folder, axes, tokens):
     """All ranks wait for the tokens in flight, and preempt the same requests."""
-    found = check(ranks(2), folder("llama"), axes, greedy(), context=48, cache_tokens=64)
+    found = check(ranks(2), folder("llama"), axes, greedy(), context=48, cache_tokens=tokens)
     assert sum(one.preemptions for one in found) > 0 and found[0].num_ahead > 0
 
 
@@ -118,14 +118,14 @@ def test_memory_for_small_steps_only(ranks, folder, axes):
     assert len({(one.num_steps, one.num_ahead) for one in found}) == 1
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, slow({"data": 2})], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 2}, slow({"tensor": 2})], ids=str)
 def test_steps_in_flight_are_dropped_on_all_ranks(ranks, folder, axes):
     path, prompt = folder("llama"), prompts()[2]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     wanted = LLM(path, **engine_cases.PLAIN).generate([prompt, prompt[:3]], params)
     found = ranks(2).run(cases.stream_and_cancel, path, axes, prompt)
     assert found[0][0] == [one.token_ids for one in wanted]
-    assert [one[1] for one in found] == [0, 0] and found[0][2] == 0
+    assert [one[1:] for one in found] == [(0, 0), (0, 0)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What the ranks of a model communicate through: a model and its mesh in, `Communication` out.
 
-A decode step is captured in a CUDA graph if all of it runs on the device. `no_capture_reason` names the
-first thing that doesn't. `check` raises what the device has recorded, for example a rank whose flag
+A decode step is captured in a CUDA graph if all of it runs on the device, between the messages of
+pipeline stages. `no_capture_reason` names the first thing that doesn't. `check` raises what the device has recorded, for example a rank whose flag
 never arrived. It waits for one step only, while the next one may run.
 """
 
@@ -41,8 +41,6 @@ class Communication:
         """Why a step over these ranks can't be captured; the same on all ranks."""
         if self.model.device.type != "cuda":
             return f"ranks on a {self.model.device.type.upper()} communicate through the host"
-        if self.mesh.pipeline.size > 1:  # stages send to each other, and the first one waits
-            return "steps over a pipeline axis are planned on the host"
         for axis in (self.mesh.tensor, self.mesh.context):
             if not axis.can_capture:
                 return f"the {axis.name} axis communicates through the host (gloo)"

@@ -137,7 +137,7 @@ class ModelRunner:
         if self.graph_pool is not None:
             if self.mesh is None and sampling is not None and is_decode_step(chunks):
                 shape = CapturedShape(len(chunks), sampling.variant)
-            if shape is not None:
+            if shape is not None and self._is_one_micro_batch(shape.num_requests):
                 step = self._get_captured_step(shape.num_requests, shape.variant)
                 if step is not None:
                     return step(chunks, sampling, shape.variant)
@@ -147,6 +147,10 @@ class ModelRunner:
         tokens_R = None if sampling is None else self.sampler.run_eagerly(logits_RO, sampling)
         self._share_tokens(chunks, tokens_R)
         return StepOutput(logits_RO, tokens_R, prompt_logprobs)
+
+    def _is_one_micro_batch(self, num_requests: int) -> bool:
+        """Whether a decode step is not divided among pipeline stages; the same on all ranks."""
+        return self.stage_runner is None or self.stage_runner.is_one_micro_batch(num_requests)
 
     def _share_tokens(self, chunks: Sequence[ScheduledChunk], tokens_R: Tensor | None) -> None:
         """Give all ranks of the replica the tokens that one of them has sampled."""
