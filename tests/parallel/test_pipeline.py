@@ -228,9 +228,9 @@ def check_captured(pool, path, axes, min_tokens=32, **options) -> list:
 def test_captured_stages(ranks, folder, is_ahead):
     """Graphs that call the function: the messages between stages are outside of them."""
     axes = {"pipeline": 2}
-    _, sizes, replayed = check_captured(
-        ranks(2), folder("llama"), axes, async_scheduling=is_ahead
-    )[0]
+    _, sizes, replayed = check_captured(ranks(2), folder("llama"), axes, async_scheduling=is_ahead)[
+        0
+    ]
     assert {1, 4} <= set(sizes) and len(replayed) > 8
 
 

@@ -74,5 +74,6 @@ def agree_on_step(
     is_captured = step.can_replay and step.num_requests > 0
     if engine.communication is not None:
         captured_size = engine.runner.captured_size(step.num_requests) if is_captured else 0
-        engine.communication.begin_step(max(step.num_tokens, captured_size))
+        fits = engine.communication.begin_step(max(step.num_tokens, captured_size))
+        is_captured = is_captured and fits
     return chunks, CapturedShape(step.num_requests, step.variant) if is_captured else None

@@ -13,7 +13,7 @@ import torch
 
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.layers import CausalLM
-from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, can_overlap
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, is_sized
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.parallel.mesh import Mesh
 
@@ -55,13 +55,17 @@ class Communication:
         axes = (self.mesh.tensor, self.mesh.context)
         return self.model.device.type == "cuda" and all(axis.can_capture for axis in axes)
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks."""
+    def begin_step(self, num_tokens: int) -> bool:
+        """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks.
+        Returns whether a step of this size can be captured."""
         is_sharded = self.mesh.tensor.size > 1 and self.mesh.expert.size > 1  # sequence parallel
         ranks = self.mesh.tensor.size if is_sharded else 1
+        can_capture = True
         for _, dispatcher in self.dispatchers.values():
-            if can_overlap(dispatcher):
+            if is_sized(dispatcher):
                 dispatcher.set_step_tokens(cdiv(num_tokens, ranks))
+                can_capture = can_capture and dispatcher.can_capture_step
+        return can_capture
 
     def mark_step(self) -> torch.cuda.Event | None:
         """An event after all of the step that was launched last; None on a CPU."""

@@ -92,7 +92,9 @@ class ModelRunner:
         self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()  # on a GPU
         self.recorded_steps: OrderedDict[StepShape, RecordedStep] = OrderedDict()  # on a CPU
         self.load_counter: ExpertLoadCounter | None = None
-        self.token_broadcast: TokenBroadcast | None = None  # with asynchronous scheduling over ranks
+        self.token_broadcast: TokenBroadcast | None = (
+            None  # with asynchronous scheduling over ranks
+        )
         self.stage_runner: StageRunner | None = None
         if model.stage is not None or model.context is not None:
             self.stage_runner = StageRunner(model, kv_cache, self._build_batch)
