@@ -26,7 +26,8 @@ from fulgurite.bench.expert_routing import Routing, make_routing, record_load
 from fulgurite.bench.moe import GPU_SHAPES, LayerShape
 from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.parallel import AllToAllDispatcher, Axis, Mesh, TokenDispatcher, launch
-from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher, split_by_node
+from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
+from fulgurite.parallel.dispatch.node_axes import split_by_node
 from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
 from fulgurite.plan.cluster import LinkSpeeds
 from fulgurite.plan.step_time import (

@@ -96,9 +96,11 @@ def all_to_all_rows(
     total = sum(receive)
     if axis.group is None and not padding:
         return x
-    collectives, is_equal = axis.device_collectives, len({*send, *receive}) == 1 and not padding
+    collectives, is_equal = axis.device_collectives, len({*send, *receive}) == 1
     if collectives is not None and is_equal and collectives.accepts(x):
-        return collectives.all_to_all(x)
+        received = collectives.all_to_all(x)
+        zeros = x.new_zeros(padding, *x.shape[1:])
+        return torch.cat((received, zeros)) if padding else received
     out = x.new_empty(total + padding, *x.shape[1:])
     out[total:] = 0
     if axis.group is None:

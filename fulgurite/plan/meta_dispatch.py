@@ -28,18 +28,18 @@ from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.kernels.dispatch.layout import DispatchLayout
 from fulgurite.models.config import ModelConfig
 from fulgurite.parallel.dispatch.all_to_all import (
-    MAX_PADDED_ROWS,
     AllToAllDispatcher,
     ExchangedCounts,
     PendingPayload,
 )
 from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
-from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens, TokenDispatcher
-from fulgurite.parallel.dispatch.hierarchical import (
-    HierarchicalDispatcher,
-    NodeAxes,
-    RowCounts,
+from fulgurite.parallel.dispatch.dispatcher import (
+    MAX_PADDED_ROWS,
+    DispatchedTokens,
+    TokenDispatcher,
 )
+from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher, RowCounts
+from fulgurite.parallel.dispatch.node_axes import NodeAxes
 from fulgurite.parallel.dispatch.symmetric import SymmetricMemoryDispatcher
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.parallel.experts.transport import ExpertOptions
@@ -131,13 +131,26 @@ class MetaAllToAllDispatcher(AllToAllDispatcher):
         )
 
     def critical_tokens(self, tokens: int) -> list[int]:
-        """Smaller steps that may need more memory: the largest one with equal splits, padded."""
-        padded = MAX_PADDED_ROWS // self.axis.size
-        return [padded] if 0 < padded < tokens else []
+        return find_padded_step(self.axis, tokens)
+
+
+def find_padded_step(axis: Axis, tokens: int) -> list[int]:
+    """Smaller steps that may need more memory: the largest one with equal splits, padded."""
+    padded = MAX_PADDED_ROWS // axis.size
+    return [padded] if 0 < padded < tokens else []
 
 
 class MetaHierarchicalDispatcher(HierarchicalDispatcher):
     """`HierarchicalDispatcher` whose counts are the worst case: this rank forwards rows, too."""
+
+    def start_dispatch(
+        self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
+    ) -> DispatchedTokens:
+        self.step_tokens = x_TD.shape[0]  # other ranks have no more
+        return super().start_dispatch(x_TD, slots_Tk, num_slots, weights_Tk)
+
+    def critical_tokens(self, tokens: int) -> list[int]:
+        return find_padded_step(self.axis, tokens)
 
     def _exchange_counts(self, slots_Tk: Tensor, num_slots: int) -> tuple[RowCounts, Tensor]:
         tokens, top_k = slots_Tk.shape

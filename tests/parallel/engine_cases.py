@@ -242,13 +242,13 @@ def ask_on_every_rank(folder: Path) -> str:
 
 
 def soak(
-    folder: Path, shape: Shape, prompts: Tokens, seed: int
+    folder: Path, shape: Shape, prompts: Tokens, seed: int, options: dict[str, Any] | None = None
 ) -> tuple[dict[int, list[int]], bool]:
     """Requests come, go on and are cancelled at random through a small cache; what each got, and whether
     every block came back."""
-    options = {"context": 48, "cache_tokens": 64, "max_sequences": 3, "max_batched_tokens": 7}
+    limits = {"context": 48, "cache_tokens": 64, "max_sequences": 3, "max_batched_tokens": 7}
     replies: dict[int, list[int]] = {}
-    with open_llm(folder, shape, **options) as llm:
+    with open_llm(folder, shape, **limits, **options or {}) as llm:
         if llm.is_driver:
             chance, waiting, engine = random.Random(seed), dict(enumerate(prompts)), llm.engine
             while waiting or engine.has_unfinished_requests:

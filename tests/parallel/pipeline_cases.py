@@ -12,7 +12,7 @@ from typing import Any
 from fulgurite.parallel import health
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
-from tests.parallel.engine_cases import PLAIN, Tokens
+from tests.parallel.engine_cases import PLAIN, Tokens, report_hang, use_graphs
 
 Shape = tuple[int, int, int, int]  # pipeline, data, tensor, expert
 
@@ -67,6 +67,47 @@ def generate(
         engine.scheduler.num_preemptions,
         engine.runner.no_capture_reason,
     )
+
+
+def generate_with_graphs(
+    folder: Path,
+    axes: dict[str, int],
+    prompts: Tokens,
+    params: list[SamplingParams],
+    min_tokens: int,
+    options: dict[str, Any],
+) -> tuple[Tokens, list[int], list[int]]:
+    """Steps as a GPU captures them, with graphs that call the function. Rank 0: every reply. All: the
+    sizes that were captured, and the requests of each replay."""
+    replies: Tokens = []
+    captured: list[tuple[int, tuple[bool, ...]]] = []
+    replayed: list[int] = []
+    with (
+        LLM(folder, **axes, **{"timeout": 120.0} | PLAIN | options) as llm,
+        use_graphs(llm, captured, replayed, fails=-1),
+    ):
+        assert llm.engine.runner.stage_runner is not None, "there are stages"
+        llm.engine.runner.stage_runner.min_tokens = min_tokens
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+        assert llm.engine.runner.no_capture_reason is None
+    return replies, [size for size, _ in captured], replayed
+
+
+def generate_captured_on_gpu(
+    folder: Path, axes: dict[str, int], prompts: Tokens, params: list[SamplingParams]
+) -> tuple[Tokens, str | None, list[int], int]:
+    """Rank 0: every reply. All: why steps are not captured, the sizes that are, steps in flight."""
+    replies: Tokens = []
+    options = {"device": "cuda", "dtype": "float32", "timeout": 60.0} | PLAIN
+    with report_hang(), LLM(folder, **axes, **options) as llm:
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+        runner = llm.engine.runner
+        captured = sorted(runner.captured_steps)
+        return replies, runner.no_capture_reason, captured, llm.engine.max_in_flight
 
 
 def die(folder: Path, victim: int, prompt: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -208,6 +209,51 @@ def test_sampling_and_preemption(ranks, folder):
     assert len({one.preemptions for one in found}) == 1 and found[0].preemptions
 
 
+# ---- captured steps -------------------------------------------------------------------------------------
+
+
+def check_captured(pool, path, axes, min_tokens=32, **options) -> list:
+    """Batches of 1, 2 and 4; the last requests are longer than the others."""
+    params = [replace(one, max_tokens=5 + 2 * n) for n, one in enumerate(greedy()[:4])]
+    params[1] = replace(params[1], temperature=0.9, seed=3)
+    arguments = (path, axes, prompts()[:4], params, min_tokens, options)
+    found = pool.run(cases.generate_with_graphs, *arguments)
+    results = LLM(path, **engine_cases.PLAIN).generate(prompts()[:4], params)
+    assert found[0][0] == [one.token_ids for one in results]
+    assert all(one[1] == found[0][1] and len(one[2]) == len(found[0][2]) for one in found)
+    return found
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_captured_stages(ranks, folder, is_ahead):
+    """Graphs that call the function: the messages between stages are outside of them."""
+    axes = {"pipeline": 2}
+    _, sizes, replayed = check_captured(ranks(2), folder("llama"), axes, async_scheduling=is_ahead)[
+        0
+    ]
+    assert {1, 4} <= set(sizes) and len(replayed) > 8
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("qwen3_moe", {"pipeline": 2, "data": 2, "expert": 2}),  # replicas share experts
+        slow("deepseek_v3", {"pipeline": 2, "tensor": 2, "expert": 2}),  # sequence parallel
+        slow("llama", {"pipeline": 2, "context_parallel": 2}),
+        slow("llama", {"pipeline": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_captured_stages_with_other_axes(ranks, folder, name, axes):
+    assert check_captured(ranks(4), folder(name), axes, async_scheduling=True)[0][2]
+
+
+def test_a_step_of_several_micro_batches_is_not_captured(ranks, folder):
+    """Its stages work at the same time instead."""
+    found = check_captured(ranks(2), folder("llama"), {"pipeline": 2}, min_tokens=1)
+    assert set(found[0][2]) == {1} and set(found[0][1]) == {1}
+
+
 @pytest.mark.slow
 def test_quantized_stages(ranks, folder):
     check(ranks(2), folder("fp8"), (2, 1, 1, 1))
@@ -255,3 +301,15 @@ def test_two_stages_on_a_gpu(ranks, folder, name):
         cases.generate, folder(name), (2, 1, 1, 1), prompts(), greedy(), 8, options
     )
     assert found[0].replies == alone(folder(name), greedy(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_captured_stages_on_a_gpu(ranks, folder, name):
+    """Two ranks that share a GPU: CUDA graphs between messages of gloo, launched ahead."""
+    arguments = folder(name), {"pipeline": 2}, prompts(), greedy()
+    found = ranks(2).run(cases.generate_captured_on_gpu, *arguments)
+    options = {"device": "cuda", "dtype": torch.float32}
+    assert found[0][0] == alone(folder(name), greedy(), **options)
+    for _, reason, sizes, in_flight in found:
+        assert reason is None and len(sizes) > 1 and sizes == found[0][2] and in_flight == 2

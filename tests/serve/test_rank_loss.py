@@ -56,6 +56,23 @@ def test_two_of_four_ranks_at_once(folder, wanted):
     assert is_single_process()
 
 
+@pytest.mark.parametrize("axes", [{"tensor": 2}, pytest.param({"data": 2}, marks=pytest.mark.slow)])
+def test_a_rank_is_lost_with_steps_in_flight(folder, wanted, axes):
+    """Tokens that were not read are sampled again; none is reported twice."""
+    options: dict[str, Any] = {"timeout": 120.0, "on_rank_failure": "retry", **PLAIN}
+    with LLM(folder, **axes, async_scheduling=True, **options) as llm:
+        in_flight: list[int] = []
+
+        def lose() -> None:
+            in_flight.append(len(llm.engine.in_flight))
+            kill(llm, 1)
+
+        results = Run(llm, 25, lose).run()
+        assert [one.token_ids for one in results] == wanted and in_flight == [1]
+        assert max(one.restarts for one in results) == 1 and llm.engine.max_in_flight == 2
+    assert is_single_process()
+
+
 # ---- the end ---------------------------------------------------------------------------------------
 
 

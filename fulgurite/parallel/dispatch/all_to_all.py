@@ -43,6 +43,7 @@ from fulgurite.parallel.dispatch.dispatcher import (
     SAME_DTYPE,
     WIRE_FORMAT_OF_DTYPE,
     DispatchedTokens,
+    can_pad,
 )
 from fulgurite.parallel.dispatch.payload import (
     ReceivedRows,
@@ -60,7 +61,6 @@ from fulgurite.parallel.dispatch.row_segments import (
 )
 from fulgurite.parallel.mesh import Axis
 
-MAX_PADDED_ROWS = 2048  # received rows of a step with equal splits; most of them are padding
 SendReceiveCounts = tuple[tuple[int, ...], tuple[int, ...]]  # to each rank, and from each
 
 
@@ -131,10 +131,11 @@ class AllToAllDispatcher:
     @property
     def is_padded(self) -> bool:
         """Whether the next step has equal splits, so that the host reads no counts."""
-        if self.step_tokens is None:
-            return False
-        limit = MAX_PADDED_ROWS if self.capacity is None else min(MAX_PADDED_ROWS, self.capacity)
-        return self.axis.size * self.step_tokens <= limit
+        return can_pad(self.step_tokens, self.axis.size, self.capacity)
+
+    @property
+    def can_capture_step(self) -> bool:
+        return self.is_padded
 
     @property
     def can_capture(self) -> bool:

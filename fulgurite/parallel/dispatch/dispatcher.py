@@ -24,6 +24,7 @@ from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
 from fulgurite.parallel.mesh import Axis
 
 SAME_DTYPE = "same"  # wire format: the dtype of the tokens
+MAX_PADDED_ROWS = 2048  # received rows of a step with equal splits; most of them are padding
 WIRE_FORMAT_OF_DTYPE = {
     dtype: name for name, dtype in WIRE_FORMATS.items() if isinstance(dtype, torch.dtype)
 }
@@ -50,7 +51,7 @@ class TokenDispatcher(Protocol):
 
     @property
     def can_capture(self) -> bool:
-        """Whether the next step can be captured in a CUDA graph: nothing waits for the host."""
+        """Whether steps can be captured in a CUDA graph: nothing waits for the host."""
         ...
 
     def check(self) -> None:
@@ -72,11 +73,8 @@ class TokenDispatcher(Protocol):
         ...
 
 
-class OverlappingDispatcher(TokenDispatcher, Protocol):
-    """A dispatcher whose combine has two halves, too, and that is told the size of a step.
-
-    Two steps may be in flight at once.
-    """
+class SizedDispatcher(TokenDispatcher, Protocol):
+    """A dispatcher that is told the size of a step."""
 
     @property
     def step_tokens(self) -> int | None:
@@ -86,6 +84,15 @@ class OverlappingDispatcher(TokenDispatcher, Protocol):
     def set_step_tokens(self, count: int | None) -> None:
         """Set `step_tokens`; all ranks have agreed on the number."""
         ...
+
+    @property
+    def can_capture_step(self) -> bool:
+        """Whether a step of `step_tokens` reads nothing on the host; the same on all ranks."""
+        ...
+
+
+class OverlappingDispatcher(SizedDispatcher, Protocol):
+    """A dispatcher whose combine has two halves, too. Two steps may be in flight at once."""
 
     def finish_dispatch(self, pending: Any, keep_fp8: bool = False) -> DispatchedTokens:
         """`keep_fp8`: rows that were sent in FP8 are a `QuantTensor`."""
@@ -100,6 +107,20 @@ class OverlappingDispatcher(TokenDispatcher, Protocol):
         ...
 
 
-def can_overlap(dispatcher: TokenDispatcher) -> TypeGuard[OverlappingDispatcher]:
-    """Whether a dispatcher is an `OverlappingDispatcher`; cheaper than isinstance of a protocol."""
+def can_pad(step_tokens: int | None, num_ranks: int, capacity: int | None) -> bool:
+    """Whether a step has equal splits, so that the host reads no counts: it is small, and its size is
+    known. `capacity`: the most rows a rank receives."""
+    if step_tokens is None:
+        return False
+    limit = MAX_PADDED_ROWS if capacity is None else min(MAX_PADDED_ROWS, capacity)
+    return num_ranks * step_tokens <= limit
+
+
+def is_sized(dispatcher: TokenDispatcher) -> TypeGuard[SizedDispatcher]:
+    """Whether a dispatcher is a `SizedDispatcher`; cheaper than isinstance of a protocol."""
     return hasattr(type(dispatcher), "set_step_tokens")
+
+
+def can_overlap(dispatcher: TokenDispatcher) -> TypeGuard[OverlappingDispatcher]:
+    """Whether a dispatcher is an `OverlappingDispatcher`."""
+    return hasattr(type(dispatcher), "start_combine")

@@ -14,8 +14,17 @@ ranks of a node, over nodes. Each sum is rounded to the dtype. A token whose exp
 the bits of `AllToAllDispatcher`; others differ by the order of the sum over ranks. Gradients take the
 same ways back in full precision; the rounding of the wire format has gradient 1.
 
-One all-gather of counts over the axis determines every split of both legs. It is the only time that the
-host waits in a layer, and invalid slots or an exceeded capacity raise there on all ranks.
+How many rows a leg sends:
+
+    exact     one all-gather of counts over the axis determines every split of both legs. It is the only
+              time that the host waits in a layer, and invalid slots or an exceeded capacity raise there
+              on all ranks
+    padded    in small steps whose largest number of tokens C all ranks know (`set_step_tokens`), without
+              gradients: C rows to every node, and N C rows to every rank of a node, as many of them
+              padding as needed. The host reads nothing, so that a CUDA graph can hold the layer if both
+              groups communicate on the device. Invalid slots raise in `check` on all ranks
+
+Both give the same bits.
 
 Shapes: T tokens of this rank; k experts of a token; P slots; W = N L ranks; N nodes; L ranks of a node;
 F rows at the forwarder; R rows at the ranks of their experts; S assignments; H sent rows; B bytes.
@@ -23,105 +32,41 @@ F rows at the forwarder; R rows at the ranks of their experts; S assignments; H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import pad
 
 from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.kernels.dispatch.layout import get_dispatch_layout
-from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS, WireFormat, align
+from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS, WireFormat
 from fulgurite.parallel.collectives import all_gather, all_to_all_rows
 from fulgurite.parallel.dispatch.dispatcher import (
     SAME_DTYPE,
     WIRE_FORMAT_OF_DTYPE,
     DispatchedTokens,
+    can_pad,
 )
-from fulgurite.parallel.dispatch.row_segments import (
-    RowSegments,
-    append_zero_row,
-    repeat_rows,
-    sum_segments,
+from fulgurite.parallel.dispatch.legs import (
+    Counts,
+    Leg,
+    RouteFields,
+    mask_assignments,
+    pack_rows,
+    pad_leg,
+    plan_assignments,
+    plan_leg,
+    read_field,
 )
+from fulgurite.parallel.dispatch.node_axes import NodeAxes, split_by_node
+from fulgurite.parallel.dispatch.row_segments import RowSegments, repeat_rows, sum_segments
 from fulgurite.parallel.mesh import Axis
-from fulgurite.parallel.topology import NodeLayout, layout_nodes
 
-Counts = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class NodeAxes:
-    """An axis that spans nodes, as two: the ranks of this node, and this local index on all nodes."""
-
-    axis: Axis
-    node: Axis
-    network: Axis
-    layout: NodeLayout
-
-    @property
-    def node_of_rank(self) -> Tensor:
-        """[W]: the index on the network axis of each rank of the axis."""
-        return self._positions(0)
-
-    @property
-    def local_of_rank(self) -> Tensor:
-        """[W]: the index on the node axis of each rank of the axis."""
-        return self._positions(1)
-
-    def _positions(self, part: int) -> Tensor:
-        return torch.tensor([self.layout.position(rank)[part] for rank in range(self.axis.size)])
-
-
-def split_by_node(axis: Axis) -> NodeAxes:
-    """Create the two axes; a collective call of the ranks of the axis."""
-    layout = layout_nodes(axis.nodes)
-    node, local = layout.position(axis.index)
-    own_node = layout.ranks_NL[node]
-    own_network = tuple(ranks[local] for ranks in layout.ranks_NL)
-    # The node group first on every rank: groups of one kind are disjoint, so nobody waits in a circle.
-    return NodeAxes(
-        axis,
-        _make_axis(axis, f"{axis.name} node", own_node, local),
-        _make_axis(axis, f"{axis.name} network", own_network, node),
-        layout,
-    )
-
-
-def _make_axis(axis: Axis, name: str, indices: tuple[int, ...], index: int) -> Axis:
-    ranks = tuple(axis.ranks[i] for i in indices)
-    group = None
-    if len(ranks) > 1 and axis.group is not None:
-        timeout = None if axis.health is None else timedelta(seconds=axis.health.timeout)
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-    nodes = tuple(axis.nodes[i] for i in indices)
-    return Axis(name, ranks, index, group, axis.health, nodes, axis.network)
-
-
-@dataclass(frozen=True, eq=False)
-class Leg:
-    """One all-to-all of rows: `source_H` are the rows to send, `returned_rows` the sums on the way back."""
-
-    axis: Axis
-    source_H: Tensor
-    returned_rows: RowSegments
-    send: Counts
-    receive: Counts
-    label: str
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return all_to_all_rows(
-            rows[self.source_H], self.axis, self.send, self.receive, f"{self.label} dispatch"
-        )
-
-    def backward(self, rows: Tensor, what: str = "combine") -> Tensor:
-        """The same way back; a row of zeros is appended."""
-        label = f"{self.label} {what}"
-        return all_to_all_rows(rows, self.axis, self.receive, self.send, label, padding=1)
+PlanNode = Callable[[Tensor], Leg]
 
 
 @dataclass(frozen=True)
@@ -151,8 +96,6 @@ class HierarchicalDispatcher:
     capacity          the most rows a rank receives; None: no limit
     """
 
-    can_capture = False  # the host reads the counts
-
     def __init__(
         self,
         axes: NodeAxes,
@@ -172,14 +115,41 @@ class HierarchicalDispatcher:
         self.dispatch_format = dispatch_format
         self.combine_format, self.network_format = combine_format, network_format
         self._node_of_rank, self._local_of_rank = axes.node_of_rank, axes.local_of_rank
+        self._members_NL = torch.tensor(axes.layout.ranks_NL)
+        self.step_tokens: int | None = None
+        self.invalid_mark: Tensor | None = None  # the largest mark of padded steps
 
     @classmethod
     def create(cls, axis: Axis, **options: Any) -> HierarchicalDispatcher:
         """A dispatcher with process groups of its own; a collective call."""
         return cls(split_by_node(axis), **options)
 
+    def set_step_tokens(self, count: int | None) -> None:
+        self.step_tokens = count
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the next step has equal splits, so that the host reads no counts."""
+        return not torch.is_grad_enabled() and self.can_capture_step
+
+    @property
+    def can_capture_step(self) -> bool:
+        return can_pad(self.step_tokens, self.axis.size, self.capacity)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether both groups communicate on the device; small steps of known size are captured."""
+        axes = (self.axes.node, self.axes.network)
+        return all(
+            axis.size == 1 or axis.device_collectives is not None or axis.has_nccl for axis in axes
+        )
+
     def check(self) -> None:
-        """Nothing is left to check: errors raise in `start_dispatch`."""
+        """Raise for invalid slots of padded steps; exact ones raise in `start_dispatch`."""
+        mark = 0 if self.invalid_mark is None else int(self.invalid_mark)
+        if mark and self.invalid_mark is not None:
+            self.invalid_mark.zero_()
+            raise _invalid_slot_error(mark - 1)
 
     def start_dispatch(
         self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
@@ -188,29 +158,33 @@ class HierarchicalDispatcher:
         if self._node_of_rank.device != device:
             self._node_of_rank = self._node_of_rank.to(device)
             self._local_of_rank = self._local_of_rank.to(device)
+            self._members_NL = self._members_NL.to(device)
         slots_per_rank = num_slots // self.axis.size
-        counts, is_sent_TN = self._exchange_counts(slots_Tk, num_slots)
-        network = _plan_leg(
-            self.axes.network, is_sent_TN, counts.network_send, counts.network_receive, top_k,
-            "network",
-        )  # fmt: skip
+        plan = self._plan_padded if self.is_padded else self._plan_exact
+        network, plan_node, assigned = plan(slots_Tk, num_slots)
         wire = _resolve(self.dispatch_format, x_TD)
-        rows_FB = network.forward(_pack_rows(x_TD, slots_Tk, weights_Tk, wire))
-        slots_Fk = _read_field(rows_FB, wire.row_bytes, top_k, torch.int32)
-        node = _plan_leg(
-            self.axes.node, self._ranks_inside(slots_Fk, slots_per_rank), counts.node_send,
-            counts.node_receive, top_k, "node",
-        )  # fmt: skip
-        rows_RB = node.forward(rows_FB)
+        fields = RouteFields(wire.row_bytes, top_k)
+        packed_Tk, mark = self._mark_invalid(slots_Tk, num_slots)
+        rows_TB = pack_rows(x_TD, packed_Tk, weights_Tk, wire, mark)
+        rows_FB = network.forward(rows_TB, fields)
+        node = plan_node(self._ranks_inside(fields.read_slots(rows_FB), slots_per_rank))
+        rows_RB = node.forward(rows_FB, fields)
         del rows_FB  # as many bytes as the received rows
         x_RD, weights_Rk = _Dispatch.apply(x_TD, weights_Tk, rows_RB, wire, network, node)
-        slots_Rk = _read_field(rows_RB, wire.row_bytes, top_k, torch.int32)
+        slots_Rk = fields.read_slots(rows_RB)
         is_local_Rk = slots_Rk // slots_per_rank == self.axis.index
-        assignments, pair_S = _plan_assignments(is_local_Rk, counts.assignments)
-        expert_S = slots_Rk.flatten()[pair_S] % slots_per_rank
+        if assigned is None:
+            self._record_mark(fields.read_mark(rows_RB))
+            assignments, expert_S, weights_S = mask_assignments(
+                is_local_Rk, slots_Rk % slots_per_rank, weights_Rk, num_slots
+            )
+        else:
+            assignments, pair_S = plan_assignments(is_local_Rk, assigned)
+            expert_S = slots_Rk.flatten()[pair_S] % slots_per_rank
+            weights_S = weights_Rk.flatten()[pair_S]
         # One padding row: what the experts compute of it is the row of zeros that sums need.
         experts_S = torch.cat((expert_S, expert_S.new_full((1,), num_slots)))
-        weights_S = torch.cat((weights_Rk.flatten()[pair_S], weights_Rk.new_zeros(1)))
+        weights_S = torch.cat((weights_S, weights_S.new_zeros(1)))
         x_SD = repeat_rows(x_RD, assignments)
         handle = HierarchicalHandle(network, node, assignments)
         return DispatchedTokens(x_SD, experts_S, weights_S, handle)
@@ -238,20 +212,68 @@ class HierarchicalDispatcher:
 
     def _ranks_inside(self, slots_Fk: Tensor, slots_per_rank: int) -> Tensor:
         """[F, L]: the ranks of this node that a row is passed on to."""
-        rank_Fk = (slots_Fk // slots_per_rank).long()
+        is_routed_Fk = slots_Fk >= 0
+        rank_Fk = (slots_Fk // slots_per_rank).long().clamp(min=0)
         size = self.axes.node.size
-        is_here_Fk = self._node_of_rank[rank_Fk] == self.axes.network.index
+        is_here_Fk = (self._node_of_rank[rank_Fk] == self.axes.network.index) & is_routed_Fk
         local_Fk = torch.where(is_here_Fk, self._local_of_rank[rank_Fk], size)
         none = torch.zeros(slots_Fk.shape[0], size + 1, dtype=torch.bool, device=slots_Fk.device)
         return none.scatter(1, local_Fk, True)[:, :size]
+
+    def _plan_exact(self, slots_Tk: Tensor, num_slots: int) -> tuple[Leg, PlanNode, int | None]:
+        """The first leg, the second one once its rows are there, and the number of assignments."""
+        counts, is_sent_TN = self._exchange_counts(slots_Tk, num_slots)
+        top_k = slots_Tk.shape[1]
+
+        def plan(axis: Axis, send: Counts, receive: Counts, label: str, is_sent: Tensor) -> Leg:
+            return plan_leg(axis, is_sent, send, receive, top_k, label)
+
+        splits = counts.network_send, counts.network_receive
+        network = plan(self.axes.network, *splits, "network", is_sent_TN)
+        splits = counts.node_send, counts.node_receive
+        return network, partial(plan, self.axes.node, *splits, "node"), counts.assignments
+
+    def _plan_padded(self, slots_Tk: Tensor, num_slots: int) -> tuple[Leg, PlanNode, int | None]:
+        """The same with equal splits; the number of assignments is not known."""
+        assert self.step_tokens is not None, "a padded step has a known size"
+        tokens, top_k = slots_Tk.shape
+        if tokens > self.step_tokens:
+            raise ArgumentError(
+                f"{tokens} tokens in a step for which all ranks agreed on at most "
+                f"{self.step_tokens}",
+                where=str(self.axis),
+                next="call set_step_tokens with the largest number of all ranks, or with None",
+            )
+        layout = get_dispatch_layout(slots_Tk, num_slots, self.axis.size)
+        is_sent_TN = layout.is_token_in_rank_TW[:, self._members_NL].any(dim=2)
+        node, network = self.axes.node, self.axes.network
+        forwarded = network.size * self.step_tokens
+        return (
+            pad_leg(network, is_sent_TN, self.step_tokens, top_k, "network"),
+            lambda is_sent: pad_leg(node, is_sent, forwarded, top_k, "node"),
+            None,
+        )
+
+    def _mark_invalid(self, slots_Tk: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+        """The slots without invalid ones, and this rank's mark."""
+        is_invalid_Tk = (slots_Tk < 0) | (slots_Tk >= num_slots)
+        mark = is_invalid_Tk.any().int() * (self.axis.index + 1)
+        return slots_Tk.int().masked_fill(is_invalid_Tk, -1), mark
+
+    def _record_mark(self, mark_R1: Tensor) -> None:
+        """Remember, without waiting for the device, which rank had invalid slots."""
+        if not mark_R1.shape[0]:
+            return
+        if self.invalid_mark is None:
+            self.invalid_mark = mark_R1.new_zeros(())
+        torch.maximum(self.invalid_mark, mark_R1.amax(), out=self.invalid_mark)
 
     def _exchange_counts(self, slots_Tk: Tensor, num_slots: int) -> tuple[RowCounts, Tensor]:
         """The splits of all legs, and [T, N]: the nodes of each token. Raises on all ranks."""
         size, nodes = self.axis.size, self.axes.network.size
         layout = get_dispatch_layout(slots_Tk, num_slots, size)
         is_sent_TW, rank_S = layout.is_token_in_rank_TW, layout.rank_Tk.flatten()
-        members_NL = torch.tensor(self.axes.layout.ranks_NL, device=slots_Tk.device)
-        is_sent_TN = is_sent_TW[:, members_NL].any(dim=2)
+        is_sent_TN = is_sent_TW[:, self._members_NL].any(dim=2)
         pairs_W = rank_S.new_zeros(size + 1).scatter_add(0, rank_S, torch.ones_like(rank_S))
         own = torch.cat((is_sent_TW.sum(0), is_sent_TN.sum(0), pairs_W))
         gathered = all_gather(own[None], self.axis, "all-gather of dispatch counts").cpu()
@@ -287,7 +309,8 @@ class _Dispatch(Function):
         ctx.network, ctx.node = network, node
         top_k = weights_Tk.shape[1]
         x_RD = wire.unpack(rows_RB[:, : wire.row_bytes], x_TD.dtype)
-        weights_Rk = _read_field(rows_RB, wire.row_bytes + 4 * top_k, top_k, weights_Tk.dtype)
+        fields = RouteFields(wire.row_bytes, top_k)
+        weights_Rk = fields.read_weights(rows_RB, weights_Tk.dtype)
         return x_RD, weights_Rk
 
     @staticmethod
@@ -298,8 +321,8 @@ class _Dispatch(Function):
             x_RB = x_RD.contiguous().view(torch.uint8)
             rows_RB = torch.cat((x_RB, weights_Rk.contiguous().view(torch.uint8)), dim=1)
             back_HB = leg.backward(rows_RB, "dispatch of gradients")
-            x_HD = _read_field(back_HB, 0, x_RD.shape[1], x_RD.dtype)
-            weights_Hk = _read_field(back_HB, x_RB.shape[1], weights_Rk.shape[1], weights_Rk.dtype)
+            x_HD = read_field(back_HB, 0, x_RD.shape[1], x_RD.dtype)
+            weights_Hk = read_field(back_HB, x_RB.shape[1], weights_Rk.shape[1], weights_Rk.dtype)
             x_RD = sum_segments(x_HD, leg.returned_rows)
             weights_Rk = sum_segments(weights_Hk, leg.returned_rows)
         return x_RD, weights_Rk, None, None, None, None
@@ -321,53 +344,6 @@ class _Return(Function):
         return rows, None, None
 
 
-def _plan_leg(
-    axis: Axis, is_sent_TW: Tensor, send: Counts, receive: Counts, top_k: int, label: str
-) -> Leg:
-    """The rows that a leg sends, by rank and then by row, and the sums of what returns for each row."""
-    total, tokens = sum(send), is_sent_TW.shape[0]
-    position_TW = _first_positions(is_sent_TW.t(), total).view(axis.size, tokens).t()
-    by_rank = is_sent_TW.int().argsort(dim=1, descending=True, stable=True)
-    rows = position_TW.gather(1, by_rank[:, : min(top_k, axis.size)])
-    source_H = _true_indices(is_sent_TW.t(), total) % max(1, tokens)
-    return Leg(
-        axis, source_H, RowSegments(rows.int(), append_zero_row(source_H)), send, receive, label
-    )
-
-
-def _plan_assignments(is_local_Rk: Tensor, total: int) -> tuple[RowSegments, Tensor]:
-    """The assignments of each row to experts of this rank, and their places in [R, k]."""
-    pair_S = _true_indices(is_local_Rk, total)
-    position_Rk = _first_positions(is_local_Rk, total).view(is_local_Rk.shape)
-    in_order = is_local_Rk.int().argsort(dim=1, descending=True, stable=True)
-    rows = position_Rk.gather(1, in_order)
-    return RowSegments(rows.int(), append_zero_row(pair_S // is_local_Rk.shape[1])), pair_S
-
-
-def _true_indices(mask: Tensor, total: int) -> Tensor:
-    """The flat indices of the `total` true entries, in order; the host need not wait for a count."""
-    return mask.flatten().int().argsort(descending=True, stable=True)[:total]
-
-
-def _first_positions(mask: Tensor, total: int) -> Tensor:
-    """For each true entry, flat, how many are before it; `total` for the others."""
-    flat = mask.flatten()
-    return torch.where(flat, flat.int().cumsum(0, dtype=torch.int32) - 1, total)
-
-
-def _pack_rows(x_TD: Tensor, slots_Tk: Tensor, weights_Tk: Tensor, wire: WireFormat) -> Tensor:
-    """Each token as bytes: the wire format's row, its slots as int32, its router weights; aligned."""
-    fields = (wire.pack(x_TD.detach()), slots_Tk.int(), weights_Tk.detach())
-    rows_TB = torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=1)
-    return pad(rows_TB, (0, align(rows_TB.shape[1]) - rows_TB.shape[1]))
-
-
-def _read_field(rows_RB: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` values of each row from byte `offset` on."""
-    field = rows_RB[:, offset : offset + count * dtype.itemsize]
-    return field.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
 def _resolve(name: str, x: Tensor) -> WireFormat:
     return WireFormat(WIRE_FORMAT_OF_DTYPE[x.dtype] if name == SAME_DTYPE else name, x.shape[1])
 
@@ -375,11 +351,7 @@ def _resolve(name: str, x: Tensor) -> WireFormat:
 def _check_counts(rows_WW: Tensor, invalid_W: Tensor, capacity: int | None) -> None:
     if invalid_W.any():
         rank = int(invalid_W.argmax())
-        raise ArgumentError(
-            f"rank {rank} of the expert axis sent {int(invalid_W[rank])} tokens to experts "
-            f"that don't exist",
-            next="check the router and the replica table; NaN logits select any expert",
-        )
+        raise _invalid_slot_error(rank, f"{int(invalid_W[rank])} ")
     received_W = rows_WW.sum(0)
     if capacity is not None and int(received_W.max()) > capacity:
         rank = int(received_W.argmax())
@@ -390,3 +362,10 @@ def _check_counts(rows_WW: Tensor, invalid_W: Tensor, capacity: int | None) -> N
             next="use a larger capacity, fewer tokens a step, or replicas of the busiest experts "
             "(fulgurite plan --expert-load); nothing was sent",
         )
+
+
+def _invalid_slot_error(rank: int, count: str = "") -> ArgumentError:
+    return ArgumentError(
+        f"rank {rank} of the expert axis sent {count}tokens to experts that don't exist",
+        next="check the router and the replica table; NaN logits select any expert",
+    )

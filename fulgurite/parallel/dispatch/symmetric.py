@@ -69,7 +69,7 @@ class SymmetricHandle:
 class SymmetricMemoryDispatcher:
     """Device-side dispatch and combine over the ranks of an axis."""
 
-    can_capture = True  # nothing waits for the host
+    can_capture = can_capture_step = True  # nothing waits for the host
 
     def __init__(
         self,

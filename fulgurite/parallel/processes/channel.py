@@ -1,8 +1,8 @@
 """Broadcast of messages from rank 0: bytes in on rank 0, the same bytes out on all others, in order.
 
 Any time may pass between two messages, so this is not a collective with a timeout. Messages are keys of
-the store that the ranks use. A rank that waits for one checks once a second whether rank 0 is gone, has
-failed or has left, and raises an error if so.
+the store that the ranks use, until rank 0 knows that all ranks have them (`release`). A rank that waits
+for one checks once a second whether rank 0 is gone, has failed or has left, and raises an error if so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class BroadcastChannel:
     def __init__(self, mesh: Mesh) -> None:
         self.is_sender, self.health = mesh.rank == SENDER_RANK, mesh.health
         self.count = 0
+        self.num_released = 0
         self.store: Store | None = None
         if self.health is not None:
             # A connection of its own: a wait would block the heartbeats on a shared one.
@@ -33,14 +34,20 @@ class BroadcastChannel:
             client = TCPStore(host, port, is_master=False, timeout=timeout)
             self.store = PrefixStore(f"fulgurite-channel-{mesh.mesh_number}", client)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> int:
+        """Send a message; returns its number."""
         assert self.is_sender, "only rank 0 sends"
         if self.store is not None and self.health is not None:
             pending = _PendingSend(self.store, str(self.count), message)
             self.health.run_collective(MESSAGE_LABEL, pending.start, on_host=True, begins_step=True)
-            # Every rank that took part in the last step has read the message before it.
-            self.store.delete_key(str(self.count - 2))
         self.count += 1
+        return self.count - 1
+
+    def release(self, number: int) -> None:
+        """Delete the messages up to this one: every rank has received them."""
+        while self.store is not None and self.num_released <= number:
+            self.store.delete_key(str(self.num_released))
+            self.num_released += 1
 
     def receive(self) -> bytes:
         """The next message, whenever it comes."""

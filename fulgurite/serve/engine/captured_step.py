@@ -4,13 +4,19 @@ The input tensors of a decode step are allocated once for each batch size. A ste
 there and replays a CUDA graph of the whole step with its sampling, one for each `SamplingVariant`. A
 token that the step before sampled is read on the device. A graph is captured before its first step.
 
+On a pipeline stage sends and receives are between graphs, since they may go through the host:
+
+    first stage    graph: embedding, layers ─▶ send, receive ─▶ graph: head, sampling
+    later stages   receive ─▶ graph: layers ─▶ send
+
 CPUs have recorded steps instead (recorded_step.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +30,7 @@ from fulgurite.kernels.sampling.ops import fill_pending_tokens
 from fulgurite.kernels.sampling.table import NUM_PROCESSING, NUM_SETTINGS
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.rope import RotaryCosSin
+from fulgurite.parallel.pipeline import Pipeline
 from fulgurite.serve.engine.batch import InputBatch, rope_seq_lens
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.kv_cache import PagedKVCache
@@ -31,8 +38,10 @@ from fulgurite.serve.engine.logprobs import PendingPromptLogprobs
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
+from fulgurite.serve.engine.token_broadcast import TokenBroadcast
 
 WARMUPS = 2  # calls before the capture
+Captured = TypeVar("Captured")
 
 
 class StepOutput(NamedTuple):
@@ -44,6 +53,14 @@ class StepOutput(NamedTuple):
     logits_RO: Tensor
     tokens_R: Tensor | None
     prompt_logprobs: Sequence[PendingPromptLogprobs] = ()
+
+
+class StageLinks(NamedTuple):
+    """The messages of a pipeline stage: `received_TD` is filled by the stage before."""
+
+    pipeline: Pipeline
+    is_first: bool
+    received_TD: Tensor
 
 
 class CapturedDecodeStep:
@@ -60,10 +77,11 @@ class CapturedDecodeStep:
         sampler: Sampler,
         batch_size: int,
         graph_pool: GraphPool,
+        token_broadcast: TokenBroadcast | None = None,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.batch_size, self.graph_pool = sampler, batch_size, graph_pool
-        self.device = model.device
+        self.token_broadcast, self.device = token_broadcast, model.device
         tables = block_manager.block_tables
         groups, columns = len(tables), tables[0].shape[1]
         layout: BufferLayout = {
@@ -86,6 +104,8 @@ class CapturedDecodeStep:
         self.batch = self._make_batch(columns)
         self.graphs: dict[SamplingVariant, Callable[[], StepOutput]] = {}
         self.logits_RO: Tensor | None = None  # of all graphs
+        self.layers: Callable[[], Tensor] | None = None  # graph of a pipeline stage's layers
+        self.links = self._make_links()
 
     def __call__(
         self,
@@ -101,6 +121,18 @@ class CapturedDecodeStep:
         logits_RO, tokens_R, _ = graph()
         assert tokens_R is not None, "a captured step samples"
         return StepOutput(logits_RO[: len(chunks)], tokens_R[: len(chunks)])
+
+    def _make_links(self) -> StageLinks | None:
+        """The messages of this rank's pipeline stage; None: it has all layers."""
+        model = self.model
+        if model.pipeline is None or model.stage is None:
+            return None
+        if model.stage.is_first:  # the last stage sends the states of all tokens
+            shape = self.batch_size, model.config.hidden_size
+            received_TD = torch.zeros(shape, dtype=model.dtype, device=self.device)
+        else:
+            received_TD = torch.zeros_like(self._embed()[0])
+        return StageLinks(model.pipeline, model.stage.is_first, received_TD)
 
     def _make_batch(self, columns: int) -> InputBatch:
         inputs, size = self.inputs, self.batch_size
@@ -175,8 +207,10 @@ class CapturedDecodeStep:
     def _run_layers(self, x_TD: Tensor, cos_sin: Sequence[RotaryCosSin]) -> Tensor:
         positions_T = self.inputs["positions"][self._local_tokens]
         x_TD = self.model.run_layers(x_TD, positions_T, cos_sin, self.kv_cache)
-        context = self.model.context
-        return x_TD if context is None else context.gather_tokens(x_TD, self.batch_size)
+        context, stage = self.model.context, self.model.stage
+        if context is None or not (stage is None or stage.is_last):
+            return x_TD
+        return context.gather_tokens(x_TD, self.batch_size)
 
     @property
     def _local_tokens(self) -> slice:
@@ -207,20 +241,60 @@ class CapturedDecodeStep:
             ) from error
 
     def _capture_cuda_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
+        """The step of one rank is one graph. A pipeline stage has graphs between its sends and receives."""
         if self.logits_RO is None:
-            shape = self.batch_size, self.model.config.vocab_size
+            rows = self.batch_size if self.links is None or self.links.is_first else 0
+            shape = rows, self.model.config.vocab_size
             self.logits_RO = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if self.links is None:
+            return self._capture(lambda: self._sample(self._compute_hidden_states(), variant))
+        if self.layers is None:
+            self.layers = self._capture(self._compute_hidden_states)
+        received_TD = self.links.received_TD
+        if not self.links.is_first:
+            none = StepOutput(self.logits_RO, self.inputs["token_ids"])  # nobody reads them
+            return partial(self._run_stage, self.links.pipeline, self.layers, lambda: none)
+        head = self._capture(lambda: self._sample(received_TD, variant))
+        return partial(self._run_stage, self.links.pipeline, self.layers, head)
+
+    def _run_stage(
+        self,
+        pipeline: Pipeline,
+        layers: Callable[[], Tensor],
+        head: Callable[[], StepOutput],
+    ) -> StepOutput:
+        """The graphs of a stage with its messages; the first one gets the hidden states at the end."""
+        assert self.links is not None, "a stage has links"
+        if self.links.is_first:
+            pipeline.send(layers())
+            pipeline.receive(self.links.received_TD)
+        else:
+            pipeline.receive(self.links.received_TD)
+            pipeline.send(layers())
+        output = head()
+        pipeline.finish()
+        return output
+
+    def _compute_hidden_states(self) -> Tensor:
+        """The hidden states after this rank's layers; those of a later stage begin with received ones."""
+        self._fill_pending_tokens()
+        with pdl_region():
+            x_TD, cos_sin = self._embed()
+            if self.links is not None and not self.links.is_first:
+                x_TD = self.links.received_TD
+            return self._run_layers(x_TD, cos_sin)
+
+    def _sample(self, hidden_RD: Tensor, variant: SamplingVariant) -> StepOutput:
+        """The logits of all requests, and the tokens that this rank samples for them."""
         logits_RO, inputs = self.logits_RO, self.inputs
+        assert logits_RO is not None, "allocated before a capture"
+        with pdl_region():
+            logits_RO.copy_(self.model.compute_logits(hidden_RD))
+        tokens_R = self.sampler.run(logits_RO, inputs["settings"], inputs["processing"], variant)
+        if self.token_broadcast is not None:
+            self.token_broadcast.share(tokens_R, inputs["rows"])
+        return StepOutput(logits_RO, tokens_R)
 
-        def step() -> StepOutput:
-            self._fill_pending_tokens()
-            with pdl_region():
-                logits_RO.copy_(self.model.compute_logits(self._run_layers(*self._embed())))
-            tokens_R = self.sampler.run(
-                logits_RO, inputs["settings"], inputs["processing"], variant
-            )
-            return StepOutput(logits_RO, tokens_R)
-
-        return capture_graph(
-            step, pool=self.graph_pool.handle, stream=self.graph_pool.stream, warmups=WARMUPS
-        ).replay
+    def _capture(self, run: Callable[[], Captured]) -> Callable[[], Captured]:
+        pool = self.graph_pool
+        return capture_graph(run, pool=pool.handle, stream=pool.stream, warmups=WARMUPS).replay

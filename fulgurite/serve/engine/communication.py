@@ -1,15 +1,19 @@
 """What the ranks of a model communicate through: a model and its mesh in, `Communication` out.
 
-A decode step is captured in a CUDA graph if all of it runs on the device. `no_capture_reason` names the
-first thing that doesn't. `check` raises what the device has recorded, for example a rank whose flag
-never arrived.
+A decode step is captured in a CUDA graph if all of it runs on the device, between the messages of
+pipeline stages. `no_capture_reason` names the first thing that doesn't. `check` raises what the device has recorded, for example a rank whose flag
+never arrived. It waits for one step only, while the next one may run.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
+
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.layers import CausalLM
-from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, can_overlap
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, is_sized
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.parallel.mesh import Mesh
 
@@ -19,6 +23,10 @@ class Communication:
 
     def __init__(self, model: CausalLM, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
+        # Errors are read on a stream of its own: the model's stream has later steps.
+        self.check_stream: torch.cuda.Stream | None = None
+        if model.device.type == "cuda":
+            self.check_stream = torch.cuda.Stream(model.device)
         found = {
             name: module.dispatcher
             for name, module in model.named_modules()
@@ -33,8 +41,6 @@ class Communication:
         """Why a step over these ranks can't be captured; the same on all ranks."""
         if self.model.device.type != "cuda":
             return f"ranks on a {self.model.device.type.upper()} communicate through the host"
-        if self.mesh.pipeline.size > 1:  # stages send to each other, and the first one waits
-            return "steps over a pipeline axis are planned on the host"
         for axis in (self.mesh.tensor, self.mesh.context):
             if not axis.can_capture:
                 return f"the {axis.name} axis communicates through the host (gloo)"
@@ -43,18 +49,40 @@ class Communication:
                 return f"{name} communicates through the host ({type(dispatcher).__name__})"
         return None
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks."""
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the host launches a step without waiting for other ranks inside of its layers."""
+        axes = (self.mesh.tensor, self.mesh.context)
+        return self.model.device.type == "cuda" and all(axis.can_capture for axis in axes)
+
+    def begin_step(self, num_tokens: int) -> bool:
+        """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks.
+        Returns whether a step of this size can be captured."""
         is_sharded = self.mesh.tensor.size > 1 and self.mesh.expert.size > 1  # sequence parallel
         ranks = self.mesh.tensor.size if is_sharded else 1
+        can_capture = True
         for _, dispatcher in self.dispatchers.values():
-            if can_overlap(dispatcher):
+            if is_sized(dispatcher):
                 dispatcher.set_step_tokens(cdiv(num_tokens, ranks))
+                can_capture = can_capture and dispatcher.can_capture_step
+        return can_capture
 
-    def check(self) -> None:
-        """Raise the errors of the device; where the host waits for it anyway, once a step."""
-        for axis in (self.mesh.tensor, self.mesh.context):
-            if axis.device_collectives is not None:
-                axis.device_collectives.check()
-        for _, dispatcher in self.dispatchers.values():
-            dispatcher.check()
+    def mark_step(self) -> torch.cuda.Event | None:
+        """An event after all of the step that was launched last; None on a CPU."""
+        if self.check_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def check(self, finished: torch.cuda.Event | None = None) -> None:
+        """Wait for a step, and raise the errors that the device has recorded up to now."""
+        if finished is not None:
+            finished.synchronize()
+        stream = self.check_stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for axis in (self.mesh.tensor, self.mesh.context):
+                if axis.device_collectives is not None:
+                    axis.device_collectives.check()
+            for _, dispatcher in self.dispatchers.values():
+                dispatcher.check()

@@ -9,6 +9,11 @@ scheduler of its own. Rank 0 broadcasts the events (a request was added, got a t
 every rank schedules the same chunks. The message also has rank 0's token counts; a rank that
 scheduled something else raises an error.
 
+With asynchronous scheduling all ranks schedule, launch and read steps in the same order. Rank 0 sends a
+message for every attempt to schedule a step. A step that must wait for tokens is launched on no rank,
+and all ranks read the oldest step in flight. Tokens go from step to step on the device
+(token_broadcast.py).
+
 With a data axis every data rank is a replica with requests of its own. Rank 0 assigns a new request
 to the replica with the fewest, the first rank of each replica samples its tokens, and rank 0 gathers
 them. A replica without requests runs steps without tokens, since its experts may be needed.
@@ -103,7 +108,19 @@ class LoadSaved(NamedTuple):
     """Rank 0 saves the expert load: all ranks sum theirs."""
 
 
-Event = RequestAdded | TokenSampled | RequestEnded | PrefixCacheReset | GrammarStarted | LoadSaved
+class StepsDropped(NamedTuple):
+    """Rank 0 reads none of the steps in flight: all their requests have ended."""
+
+
+Event = (
+    RequestAdded
+    | TokenSampled
+    | RequestEnded
+    | PrefixCacheReset
+    | GrammarStarted
+    | LoadSaved
+    | StepsDropped
+)
 
 
 class RemoteToken(NamedTuple):
@@ -122,6 +139,7 @@ class StepProposal(NamedTuple):
     num_requests   requests of its replica; of the largest one
     num_tokens     tokens of its replica; of the largest one
     variant        how its requests are sampled; those of all replicas
+    can_launch     it need not know tokens that are still being sampled
     """
 
     max_tokens: int
@@ -129,6 +147,7 @@ class StepProposal(NamedTuple):
     num_requests: int
     variant: SamplingVariant
     num_tokens: int
+    can_launch: bool
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,7 @@ class StepMessage:
 
     variant        how rank 0 samples
     can_replay     rank 0 may run a captured step
+    can_launch     False: rank 0 must read a step first
     num_logprobs   the most log-probabilities a token that a request on another replica asks for
     is_last        workers stop
     has_step       False: events only, no step follows
@@ -147,6 +167,7 @@ class StepMessage:
     num_tokens: int
     variant: SamplingVariant = GREEDY_VARIANT
     can_replay: bool = False
+    can_launch: bool = True
     num_logprobs: int = NO_LOGPROBS
     is_last: bool = False
     has_step: bool = True
@@ -156,6 +177,7 @@ EVENTS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset, GrammarStarted, LoadSaved),
+        StepsDropped,
     )
 }
 
@@ -164,8 +186,9 @@ def encode_step(message: StepMessage) -> bytes:
     """A message as JSON. It crosses a socket, so it is data only: no pickle."""
     events = [[type(event).__name__, *event] for event in message.events]
     counts = [message.num_requests, message.num_tokens, message.variant]
-    rest = [message.can_replay, message.num_logprobs, message.is_last, message.has_step]
-    return json.dumps([events, *counts, *rest], default=_to_plain).encode()
+    can = [message.can_replay, message.can_launch]
+    rest = [message.num_logprobs, message.is_last, message.has_step]
+    return json.dumps([events, *counts, *can, *rest], default=_to_plain).encode()
 
 
 def decode_step(data: bytes) -> StepMessage:
@@ -210,6 +233,7 @@ class Coordinator:
         self.num_logprobs: dict[str, int] = {}  # of requests on other replicas that ask for them
         self.counter = itertools.count()
         self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
+        self.last_message = -1  # number of the message that was sent last
         self.samples = mesh.data.size > 1 and 0 in mesh.data.ranks  # rank 0 gathers its tokens
 
     # ---- rank 0 ------------------------------------------------------------------------------------
@@ -268,6 +292,9 @@ class Coordinator:
     def record_prefix_cache_reset(self) -> None:
         self.events.append(PrefixCacheReset())
 
+    def record_drop(self) -> None:
+        self.events.append(StepsDropped())
+
     def begin_saving_load(self) -> None:
         """Make all workers sum their expert load now; this rank then does the same."""
         self.events.append(LoadSaved())
@@ -277,18 +304,23 @@ class Coordinator:
         """Whether the request runs on this rank's replica."""
         return self.replica_of[request.id] == self.replica
 
-    def begin_step(
-        self, chunks: Sequence[ScheduledChunk], variant: SamplingVariant, can_replay: bool
-    ) -> None:
-        """Make all workers run the next step."""
+    def begin_step(self, step: StepProposal) -> None:
+        """Make all workers schedule the next step, and launch it unless rank 0 can't."""
         num_logprobs = max(self.num_logprobs.values(), default=NO_LOGPROBS)
         self.step_logprobs = num_logprobs
-        counts = count_scheduled(chunks)
-        self._send(StepMessage(self.events, *counts, variant, can_replay, num_logprobs))
+        counts = step.num_requests, step.num_tokens
+        can = step.can_replay, step.can_launch
+        self._send(StepMessage(self.events, *counts, step.variant, *can, num_logprobs))
 
     def _send(self, message: StepMessage) -> None:
-        self.channel.send(encode_step(message))
+        self.last_message = self.channel.send(encode_step(message))
         self.events = []
+
+    def release_messages(self, number: int, has_tokens: bool) -> None:
+        """Rank 0 has read the step of this message. If it has the step's tokens, or replicas have agreed
+        on the step, then all ranks have received the message."""
+        if has_tokens or self.mesh.data.size > 1:
+            self.channel.release(number)
 
     def gather_remote_tokens(self, max_tokens: int) -> list[RemoteToken]:
         """The tokens that the other replicas sampled in this step."""
@@ -323,10 +355,11 @@ class Coordinator:
 
     def agree(self, proposal: StepProposal) -> StepProposal:
         """What all ranks can run; a host collective over all of them."""
-        limit, can_replay, requests, tokens, *bits = all_reduce_mins(
+        limit, can_replay, can_launch, requests, tokens, *bits = all_reduce_mins(
             [
                 proposal.max_tokens,
                 int(proposal.can_replay),
+                int(proposal.can_launch),
                 -proposal.num_requests,
                 -proposal.num_tokens,
                 *(-int(bit) for bit in proposal.variant),
@@ -335,7 +368,8 @@ class Coordinator:
             "agreement on a step",
         )
         variant = SamplingVariant(*(bit < 0 for bit in bits))
-        return StepProposal(limit, bool(can_replay), -requests, variant, -tokens)
+        can = bool(can_replay), bool(can_launch)
+        return StepProposal(limit, can[0], -requests, variant, -tokens, can[1])
 
 
 # ---- tokens as integers ----------------------------------------------------------------------------

@@ -10,7 +10,8 @@ tokens of this one are read:
     host       launch n + 1, read n, postprocess n, launch n + 2, ...
 
 Tokens go from step to step on the device. A request that turns out to have ended in step n also ran in
-step n + 1; that token is dropped.
+step n + 1; that token is dropped. Over several ranks all of them do so in the same order
+(coordinator.py).
 
 If a step is interrupted, all requests stay as they were and run again. A listener that raises does
 not affect the other listeners. A request whose grammar raises, whose logits are NaN, or for which every
@@ -31,6 +32,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import torch
 from torch.autograd import profiler
 
 from fulgurite.device import is_out_of_memory
@@ -42,6 +44,7 @@ from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.plan.kv_cache import group_layers
 from fulgurite.plan.memory import MemoryPlan
+from fulgurite.serve.engine.agreement import agree_on_step, propose_step
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.communication import Communication
 from fulgurite.serve.engine.context_kv_cache import build_kv_cache
@@ -60,10 +63,11 @@ from fulgurite.serve.engine.request import (
     TokenLogprob,
     Update,
 )
-from fulgurite.serve.engine.runner import CapturedShape, ModelRunner, is_decode_step
-from fulgurite.serve.engine.sampler import SampledTokens, Sampler, SamplingVariant
+from fulgurite.serve.engine.runner import CapturedShape, ModelRunner
+from fulgurite.serve.engine.sampler import SampledTokens, Sampler
 from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
 from fulgurite.serve.engine.stats import StepRecorder, describe_step
+from fulgurite.serve.engine.token_broadcast import make_token_broadcast
 
 Listener = Callable[[Update], None]
 MAX_STEPS_IN_FLIGHT = 2  # with asynchronous scheduling: one runs while the other is read
@@ -95,11 +99,17 @@ class StepTokens(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched. `tokens` has those of `requests`, once the device is done."""
+    """A step that was launched. `tokens` has those of `requests`, once the device is done.
+
+    finished    on a GPU with several ranks: all of the step has run
+    message     with several ranks: number of the message of rank 0 that began it
+    """
 
     chunks: list[ScheduledChunk]
     requests: list[Request]
     tokens: StepTokens
+    finished: torch.cuda.Event | None = None
+    message: int = -1
 
 
 class EngineCore:
@@ -107,7 +117,8 @@ class EngineCore:
 
     Without a tokenizer prompts are token ids and results have no text. With a `coordinator` this
     engine drives the engines of other ranks. `async_scheduling`: launch a step before the one before is
-    read; None: on a GPU, unless there are other ranks. `grammar_compiler`: for structured output.
+    read; None: on a GPU, unless ranks communicate through the host. All ranks have the same setting.
+    `grammar_compiler`: for structured output.
     """
 
     def __init__(
@@ -122,10 +133,6 @@ class EngineCore:
         deterministic: bool | None = None,
         grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
-        if async_scheduling and coordinator is not None:
-            raise ArgumentError(
-                "async_scheduling=True needs a single rank", next="leave it out: several ranks wait"
-            )
         if tokenizer is not None:
             tokenizer.check_vocab_size(model.config.vocab_size)
         self.model, self.tokenizer, self.plan = model, tokenizer, plan
@@ -169,7 +176,13 @@ class EngineCore:
             mesh=None if coordinator is None else coordinator.mesh,
         )
         if async_scheduling is None:
-            async_scheduling = plan.device.type == "cuda" and coordinator is None
+            async_scheduling = plan.device.type == "cuda" and (
+                self.communication is None or self.communication.is_on_device
+            )
+        if async_scheduling and coordinator is not None:
+            self.runner.token_broadcast = make_token_broadcast(
+                coordinator.mesh, self.sampler.rows.last_tokens_W
+            )
         self.memory = OutOfMemoryHandler(self.scheduler, self.runner, plan)
         self.recorder = StepRecorder()
         self.failed_updates: list[Update] = []  # of requests that ended before a step was launched
@@ -244,9 +257,7 @@ class EngineCore:
                 pass
             updates: list[Update] = []
             if self.in_flight:
-                tokens, logprobs = self.in_flight[0].tokens.read()
-                self.check_communication()
-                step = self.in_flight.popleft()
+                step, tokens, logprobs = self.read_step()
                 self.recorder.record_step(step.chunks, len(tokens), time.perf_counter() - start)
                 updates = self._postprocess(step, tokens, logprobs)
             self._save_load_if_due()
@@ -258,20 +269,33 @@ class EngineCore:
 
         Requests change only once it is launched, so that an interrupted step can rerun.
         """
-        chunks = self.scheduler.schedule_ahead() if self.in_flight else self.scheduler.schedule()
-        if not chunks and (self.in_flight or self._is_idle()):
+        chunks = self.schedule()
+        if not chunks and not self.in_flight and self._is_idle():
             return False
-        assert chunks is not None, "only a step that is scheduled ahead waits"
+        proposal = propose_step(self, chunks)
+        if self.coordinator is not None:
+            self.coordinator.begin_step(proposal)
+        if chunks is None or not proposal.can_launch:
+            return False
+        return self.launch_step(chunks, proposal)
+
+    def schedule(self) -> list[ScheduledChunk] | None:
+        """The chunks of the next step; None: it must wait for the tokens of one in flight."""
+        return self.scheduler.schedule_ahead() if self.in_flight else self.scheduler.schedule()
+
+    def launch_step(
+        self, chunks: list[ScheduledChunk], proposal: StepProposal, samples: bool = True
+    ) -> bool:
+        """Launch a step that was scheduled, once all ranks agree; False if it was not launched, or only
+        smaller ones can be. `samples`: this rank samples the tokens of its replica."""
         shape = None
         if self.coordinator is not None:
-            variant = self.sampler.find_variant(sampled_requests(chunks))
-            can_replay = self.runner.no_capture_reason is None
-            self.coordinator.begin_step(chunks, variant, can_replay)
-            chunks, shape = self.agree_on_step(chunks, variant, can_replay, self.coordinator)
+            agreed = agree_on_step(self, chunks, proposal, self.coordinator)
+            if agreed is None:
+                return False
+            chunks, shape = agreed
         self.launching = chunks
-        requests = sampled_requests(chunks)
-        if self.in_flight and not self.sampler.can_sample_ahead(requests):
-            return False
+        requests = sampled_requests(chunks) if samples else []
         try:
             tokens = self.execute(chunks, requests, shape)
         except (RuntimeError, MemoryError) as error:
@@ -279,13 +303,27 @@ class EngineCore:
                 raise
             failure = str(error) or type(error).__name__
         else:
+            finished = None if self.communication is None else self.communication.mark_step()
+            message = -1 if self.coordinator is None else self.coordinator.last_message
             self.scheduler.mark_computed(chunks)
             self.memory.record_success(chunks)
-            self.in_flight.append(LaunchedStep(chunks, requests, tokens))
+            self.in_flight.append(LaunchedStep(chunks, requests, tokens, finished, message))
             self.launching = ()
             return True
         # Not inside `except`: the error's traceback holds the tensors of the failed step.
         return self._shrink_step(chunks, failure)
+
+    def read_step(self) -> tuple[LaunchedStep, list[int], list[TokenLogprob | None]]:
+        """Wait for the oldest step in flight; it, its tokens and their log-probabilities."""
+        step = self.in_flight[0]
+        tokens, logprobs = step.tokens.read()
+        if self.communication is not None:
+            self.communication.check(step.finished)
+        if self.coordinator is not None:
+            self.coordinator.release_messages(step.message, has_tokens=bool(tokens))
+        self.in_flight.popleft()
+        self.scheduler.cache_blocks(step.chunks)
+        return step, tokens, logprobs
 
     def _shrink_step(self, chunks: Sequence[ScheduledChunk], failure: str) -> bool:
         """Make the next step smaller after this one ran out of memory; whether to launch it now."""
@@ -316,38 +354,6 @@ class EngineCore:
                     request.finish("error")
                     updates.append(self._notify(self._end(request, ""), request))
             return updates
-
-    def agree_on_step(
-        self,
-        chunks: list[ScheduledChunk],
-        variant: SamplingVariant,
-        can_replay: bool,
-        coordinator: Coordinator,
-    ) -> tuple[list[ScheduledChunk], CapturedShape | None]:
-        """The chunks of a step for which every rank has the memory, and the captured step that runs
-        them; all ranks call this.
-
-        The chunks of one replica are the same on all its ranks: then a step of a size that ran
-        before needs no agreement.
-        """
-        while True:
-            can_replay = can_replay and is_decode_step(chunks)
-            limit = self.memory.reserve(chunks)
-            requests, tokens = count_scheduled(chunks)
-            step = StepProposal(limit, can_replay, requests, variant, tokens)
-            if coordinator.mesh.data.size > 1 or not self.memory.is_proven(chunks):
-                step = coordinator.agree(step)
-            if not self.memory.shrink_to(step.max_tokens):
-                break
-            chunks = self.scheduler.schedule()
-            can_replay = False  # the variant is that of other chunks
-        is_captured = step.can_replay and step.num_requests > 0
-        if self.communication is not None:
-            captured_size = self.runner.captured_size(step.num_requests) if is_captured else 0
-            self.communication.begin_step(max(step.num_tokens, captured_size))
-        if not is_captured:
-            return chunks, None
-        return chunks, CapturedShape(step.num_requests, step.variant)
 
     def record_load(
         self, counter: ExpertLoadCounter, save: Callable[[], None], interval: float | None = None
@@ -385,11 +391,6 @@ class EngineCore:
             return
         if time.monotonic() - self.load_saved_at >= self.load_interval:
             self.save_load()
-
-    def check_communication(self) -> None:
-        """Raise the errors that devices recorded while ranks communicated."""
-        if self.communication is not None:
-            self.communication.check()
 
     def _is_idle(self) -> bool:
         """Whether no rank has anything to run; this one has not."""
@@ -472,7 +473,6 @@ class EngineCore:
         self, step: LaunchedStep, tokens: list[int], logprobs: list[TokenLogprob | None]
     ) -> list[Update]:
         """Append the tokens of all replicas, finish requests and notify listeners."""
-        self.scheduler.cache_blocks(step.chunks)
         sampled = []
         for request, token, logprob in zip(step.requests, tokens, logprobs, strict=True):
             if request.state is RequestState.FINISHED:  # while this step ran: drop its token
@@ -565,8 +565,10 @@ class EngineCore:
             if detokenizer.stopped_by is not None and request.finish_reason == "length":
                 request.finish("stop", detokenizer.stopped_by)
         del self.requests[request.id]
-        if not self.requests:
+        if not self.requests and self.in_flight:
             self.in_flight.clear()  # nobody needs what these steps sample
+            if self.coordinator is not None:
+                self.coordinator.record_drop()
         result = request.build_result(detokenizer.text if detokenizer is not None else "")
         self.recorder.record_result(request, result)
         return Update(request.id, new_text, token_ids, result)

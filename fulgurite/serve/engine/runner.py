@@ -54,6 +54,7 @@ from fulgurite.serve.engine.recorded_step import RecordedStep, StepShape, find_s
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.stage_runner import StageRunner
+from fulgurite.serve.engine.token_broadcast import TokenBroadcast
 
 MAX_CAPTURED_STEPS = 32  # the least recently used one is dropped
 
@@ -91,6 +92,9 @@ class ModelRunner:
         self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()  # on a GPU
         self.recorded_steps: OrderedDict[StepShape, RecordedStep] = OrderedDict()  # on a CPU
         self.load_counter: ExpertLoadCounter | None = None
+        self.token_broadcast: TokenBroadcast | None = (
+            None  # with asynchronous scheduling over ranks
+        )
         self.stage_runner: StageRunner | None = None
         if model.stage is not None or model.context is not None:
             self.stage_runner = StageRunner(model, kv_cache, self._build_batch)
@@ -135,17 +139,27 @@ class ModelRunner:
         if self.graph_pool is not None:
             if self.mesh is None and sampling is not None and is_decode_step(chunks):
                 shape = CapturedShape(len(chunks), sampling.variant)
-            if shape is not None:
+            if shape is not None and self._is_one_micro_batch(shape.num_requests):
                 step = self._get_captured_step(shape.num_requests, shape.variant)
                 if step is not None:
                     return step(chunks, sampling, shape.variant)
         if not chunks:
             return StepOutput(self._execute_empty(), None)
         logits_RO, prompt_logprobs = self._compute_logits(chunks)
-        if sampling is None:
-            return StepOutput(logits_RO, None, prompt_logprobs)
-        tokens_R = self.sampler.run_eagerly(logits_RO, sampling)
+        tokens_R = None if sampling is None else self.sampler.run_eagerly(logits_RO, sampling)
+        self._share_tokens(chunks, tokens_R)
         return StepOutput(logits_RO, tokens_R, prompt_logprobs)
+
+    def _is_one_micro_batch(self, num_requests: int) -> bool:
+        """Whether a decode step is not divided among pipeline stages; the same on all ranks."""
+        return self.stage_runner is None or self.stage_runner.is_one_micro_batch(num_requests)
+
+    def _share_tokens(self, chunks: Sequence[ScheduledChunk], tokens_R: Tensor | None) -> None:
+        """Give all ranks of the replica the tokens that one of them has sampled."""
+        rows = [chunk.request.block_table_row for chunk in chunks if chunk.needs_sampling]
+        if self.token_broadcast is not None and rows:
+            rows_R = torch.tensor(rows).to(self.device, non_blocking=True)
+            self.token_broadcast.share(tokens_R, rows_R)
 
     def _compute_logits(
         self, chunks: Sequence[ScheduledChunk]
@@ -300,6 +314,7 @@ class ModelRunner:
                 self.sampler,
                 size,
                 self.graph_pool,
+                self.token_broadcast,
             )
             self.captured_steps[size] = step
             if len(self.captured_steps) > MAX_CAPTURED_STEPS:

@@ -10,7 +10,8 @@ A step of many tokens is cut into micro-batches, so that the stages work at the 
 
 Every rank runs the same scheduler, so all stages know the micro-batches without a word. Long prompts are
 cut, too: each stage computes the tokens of a request in order, so the keys of earlier tokens are there.
-A small step is one micro-batch, since each one reads all weights of a stage.
+A small step is one micro-batch, since each one reads all weights of a stage. Decode steps of that size
+are captured (captured_step.py).
 
 Shapes: T tokens of a micro-batch; R tokens whose logits are computed; D hidden size; O vocabulary.
 """
@@ -92,8 +93,14 @@ class StageRunner:
             parts = split_micro_batches(chunks, count, self.alignment)
             return parts + [[] for _ in range(count - len(parts))]
         tokens = sum(chunk.num_tokens for chunk in chunks)
-        count = max(1, min(count, tokens // self.min_tokens))
-        return split_micro_batches(chunks, count, self.alignment)
+        return split_micro_batches(chunks, self._count_micro_batches(tokens), self.alignment)
+
+    def _count_micro_batches(self, tokens: int) -> int:
+        return max(1, min(self.stage.count, tokens // self.min_tokens))
+
+    def is_one_micro_batch(self, tokens: int) -> bool:
+        """Whether a decode step of so many tokens may be captured: all ranks then run it as one."""
+        return self.has_shared_experts or self._count_micro_batches(tokens) == 1
 
     def _run_micro_batch(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """The hidden states after this stage, which are sent to the next one."""

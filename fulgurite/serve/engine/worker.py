@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fulgurite.errors import RankError
+from fulgurite.serve.engine.agreement import propose_step
 from fulgurite.serve.engine.coordinator import (
     Coordinator,
     Event,
@@ -11,16 +12,16 @@ from fulgurite.serve.engine.coordinator import (
     PrefixCacheReset,
     RequestAdded,
     StepMessage,
+    StepsDropped,
     TokenSampled,
     count_scheduled,
     decode_step,
     encode_token,
 )
 from fulgurite.serve.engine.engine import Engine
-from fulgurite.serve.engine.engine_core import sampled_requests
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.engine.reply import accept_token
-from fulgurite.serve.engine.request import Request
+from fulgurite.serve.engine.request import Request, RequestState
 
 
 class Worker:
@@ -41,40 +42,53 @@ class Worker:
                 self._step(message)
 
     def _step(self, message: StepMessage) -> None:
-        engine, mesh = self.engine, self.coordinator.mesh
-        chunks = engine.scheduler.schedule()
+        """Schedule as rank 0 does, launch the step unless some rank can't, and read the oldest one if
+        rank 0 does."""
+        engine, samples = self.engine, self.coordinator.samples
+        chunks = engine.schedule()
+        self._check_counts(count_scheduled(chunks or []), message)
+        is_launched = False
+        if message.can_launch:
+            own = propose_step(engine, chunks, samples)
+            proposal = own._replace(
+                variant=message.variant.union(own.variant),
+                can_replay=message.can_replay and own.can_replay,
+            )
+            is_launched = engine.launch_step(chunks or [], proposal, samples)
+        if not is_launched or len(engine.in_flight) == engine.max_in_flight:
+            self._read(message.num_logprobs)
+
+    def _read(self, num_logprobs: int) -> None:
+        """Read the oldest step in flight; rank 0 gathers the tokens of requests that go on."""
+        step, tokens, logprobs = self.engine.read_step()
+        if not self.coordinator.samples:
+            return
+        rows = [
+            [self.number_of[request.id], *encode_token(token, logprob, num_logprobs)]
+            for request, token, logprob in zip(step.requests, tokens, logprobs, strict=True)
+            if request.state is not RequestState.FINISHED
+        ]
+        limit = self.engine.plan.limits.max_sequences
+        self.coordinator.gather_tokens(rows, limit, num_logprobs)
+
+    def _check_counts(self, found: tuple[int, int], message: StepMessage) -> None:
+        """RankError if this rank of rank 0's replica would run something else than rank 0."""
         expected = (message.num_requests, message.num_tokens)
-        if self.coordinator.replica == 0 and count_scheduled(chunks) != expected:
+        if self.coordinator.replica == 0 and found != expected:
             raise RankError(
                 f"rank 0 runs {message.num_tokens} tokens of {message.num_requests} requests, and "
-                f"this rank would run {count_scheduled(chunks)[1]} of {len(chunks)}",
-                where=f"rank {mesh.rank}",
+                f"this rank would run {found[1]} of {found[0]}",
+                where=f"rank {self.coordinator.mesh.rank}",
                 next="start all ranks with the same model and options; if they were, this is a bug "
                 "in fulgurite",
             )
-        requests = sampled_requests(chunks) if self.coordinator.samples else []
-        variant = message.variant.union(engine.sampler.find_variant(requests))
-        can_replay = message.can_replay and engine.runner.no_capture_reason is None
-        chunks, shape = engine.agree_on_step(chunks, variant, can_replay, self.coordinator)
-        requests = sampled_requests(chunks) if self.coordinator.samples else []
-        step = engine.execute(chunks, requests, shape)
-        engine.scheduler.mark_computed(chunks)
-        engine.memory.record_success(chunks)
-        engine.scheduler.cache_blocks(chunks)
-        tokens, logprobs = step.read()
-        engine.check_communication()
-        if self.coordinator.samples:
-            wanted = message.num_logprobs
-            rows = [
-                [self.number_of[request.id], *encode_token(token, logprob, wanted)]
-                for request, token, logprob in zip(requests, tokens, logprobs, strict=True)
-            ]
-            self.coordinator.gather_tokens(rows, engine.plan.limits.max_sequences, wanted)
 
     def _apply(self, event: Event) -> None:
         engine = self.engine
         if isinstance(event, PrefixCacheReset):
             engine.block_manager.reset_prefix_cache()
+        elif isinstance(event, StepsDropped):
+            engine.in_flight.clear()
         elif isinstance(event, LoadSaved):
             engine.require_load_saver()()
         elif isinstance(event, GrammarStarted):

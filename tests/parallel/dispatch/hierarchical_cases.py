@@ -14,11 +14,8 @@ from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.parallel import AllToAllDispatcher, apply_expert_parallel
 from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
-from fulgurite.parallel.dispatch.hierarchical import (
-    HierarchicalDispatcher,
-    NodeAxes,
-    split_by_node,
-)
+from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
+from fulgurite.parallel.dispatch.node_axes import NodeAxes, split_by_node
 from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
 from fulgurite.parallel.topology import divide_into_nodes
 from tests.parallel.experts import expert_cases
@@ -111,6 +108,53 @@ def both(
             dispatched = dispatcher.finish_dispatch(pending)
             outs.append(dispatcher.combine(expert_stand_in(dispatched), dispatched))
     return outs[0], outs[1]
+
+
+def pad(
+    nodes: Nodes, tokens: tuple[int, ...], dtype: torch.dtype, wire: str, only: int | None
+) -> tuple[Tensor, Tensor]:
+    """The result with exact splits, and with equal ones, for which no counts are exchanged."""
+    axes = axes_of(nodes)
+    axis, count = axes.axis, 4 * axes.axis.size
+    number = tokens[axis.index % len(tokens)]
+    x, routes = expert_cases.make_inputs(axis.index, number, count, TOP_K, dtype, only)
+    outs = []
+    for step_tokens in (None, max(tokens) + 1):
+        dispatcher = HierarchicalDispatcher(axes, dispatch_format=wire)
+        dispatcher.set_step_tokens(step_tokens)
+        if step_tokens is not None:
+            dispatcher._exchange_counts = None  # type: ignore[assignment]
+        with torch.no_grad():
+            dispatched = dispatcher.start_dispatch(x, routes.experts_Tk, count, routes.weights_Tk)
+            outs.append(dispatcher.combine(expert_stand_in(dispatched), dispatched))
+        dispatcher.check()
+    return outs[0], outs[1]
+
+
+def check_invalid_slots(nodes: Nodes, bad: int) -> tuple[str, str, bool]:
+    """Rank 1 routes a token to a slot that does not exist. The errors of `check`, twice, and whether the
+    valid routes of that step still gave their results."""
+    axes = axes_of(nodes)
+    index = axes.axis.index
+    x, routes = expert_cases.make_inputs(index, 3 * index, 8, 2, torch.float32, only=5)
+    slots_Tk = torch.zeros_like(routes.experts_Tk)
+    if index == 1:
+        slots_Tk[0, 0] = bad
+    dispatcher = HierarchicalDispatcher(axes)
+    dispatcher.set_step_tokens(16)
+    with torch.no_grad():
+        dispatched = dispatcher.start_dispatch(x, slots_Tk, 8, routes.weights_Tk)
+        out = dispatcher.combine(dispatched.x_SD * (dispatched.experts_S < 8)[:, None], dispatched)
+    wanted = 2 * x
+    wanted[:1] = x[:1] if index == 1 else wanted[:1]
+    texts = []
+    for _ in range(2):
+        try:
+            dispatcher.check()
+            texts.append("")
+        except FulguriteError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts[0], texts[1], torch.equal(out, wanted)
 
 
 def raise_on_all(

@@ -8,9 +8,13 @@ import torch
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
 from fulgurite.parallel import Axis
-from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher, split_by_node
+from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
+from fulgurite.parallel.dispatch.node_axes import split_by_node
+from tests.parallel import async_cases
 from tests.parallel.dispatch import hierarchical_cases as cases
 from tests.parallel.experts import expert_cases
+from tests.parallel.test_engine import alone, greedy, prompts
+from tests.parallel.test_engine import folder as folder  # a fixture
 
 TWO_BY_TWO = (0, 0, 1, 1)
 INTERLEAVED = (0, 1, 0, 1)
@@ -77,6 +81,55 @@ def test_capacity_and_invalid_slots_raise_on_every_rank(ranks):
         for text, works in ranks(4).run(cases.raise_on_all, TWO_BY_TWO, tokens, None, bad):
             assert text.startswith("ArgumentError: rank 1 of the expert axis sent 1 tokens")
             assert works
+
+
+# ---- equal splits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, INTERLEAVED, FOUR_BY_ONE, ONE_BY_FOUR])
+def test_equal_splits_have_the_bits_of_exact_ones(ranks, nodes):
+    """Ranks without tokens, all tokens to one expert, every wire format; the host reads no counts."""
+    for tokens, only in ((UNEVEN, None), ((0, 0, 9, 0), 6), ((1,), None)):
+        for exact, padded in ranks(4).run(cases.pad, nodes, tokens, torch.float32, "same", only):
+            assert torch.equal(exact, padded)
+    for wire in ("bf16", "fp8", "nvfp4"):
+        for exact, padded in ranks(4).run(cases.pad, nodes, UNEVEN, torch.bfloat16, wire, None):
+            assert torch.equal(exact, padded)
+
+
+def test_invalid_slots_of_a_padded_step_raise_in_check_on_every_rank(ranks):
+    for bad in (8, -1, 10**9):
+        for first, second, is_right in ranks(4).run(cases.check_invalid_slots, TWO_BY_TWO, bad):
+            assert first.startswith("ArgumentError: rank 1 of the expert axis sent tokens")
+            assert second == "" and is_right
+
+
+def test_which_steps_are_padded():
+    """Small ones whose size is known, without gradients, within the capacity."""
+    dispatcher = HierarchicalDispatcher(split_by_node(Axis("expert", (0,), 0)), capacity=100)
+    assert not dispatcher.can_capture_step and dispatcher.can_capture
+    dispatcher.set_step_tokens(100)
+    assert dispatcher.can_capture_step and not dispatcher.is_padded
+    with torch.no_grad():
+        assert dispatcher.is_padded
+    dispatcher.set_step_tokens(101)
+    assert not dispatcher.can_capture_step
+    x, routes = expert_cases.make_inputs(0, 5, 6, 2, torch.float32, None)
+    dispatcher.set_step_tokens(4)
+    with torch.no_grad(), pytest.raises(ArgumentError, match="5 tokens in a step .* at most 4"):
+        dispatcher.start_dispatch(x, routes.experts_Tk, 6, routes.weights_Tk)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_captured_steps_over_emulated_nodes(ranks, folder, is_ahead):
+    """Graphs that call the function: no step of an engine over nodes reads counts on the host."""
+    path, params = folder("qwen3_moe"), greedy()
+    axes = {"data": 4, "expert": 4}
+    options = {"nodes": 2, "transport": "hierarchical", "async_scheduling": is_ahead}
+    found = ranks(4).run(async_cases.generate, path, axes, prompts(), params, options, True)
+    assert found[0].replies == alone(path, params)
+    for one in found:
+        assert one.no_capture_reason is None and 1 in one.captured and one.unfinished == 0
 
 
 @pytest.mark.slow  # eight processes

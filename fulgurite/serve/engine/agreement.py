@@ -1,0 +1,79 @@
+"""What all ranks run next: the proposal of each rank in, the chunks and shape of the step out.
+
+All ranks call `agree_on_step` for the same step. The chunks of one replica are the same on all its ranks:
+then a step of a size that ran before needs no agreement. Several replicas agree on every step.
+
+A step that is launched ahead waits if a replica must know its tokens first, if no replica has anything to
+run, or if some rank has no memory for it beside the steps in flight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fulgurite.serve.engine.coordinator import Coordinator, StepProposal, count_scheduled
+from fulgurite.serve.engine.runner import CapturedShape, is_decode_step
+from fulgurite.serve.engine.scheduler import ScheduledChunk
+
+if TYPE_CHECKING:
+    from fulgurite.serve.engine.engine_core import EngineCore
+
+AgreedStep = tuple[list[ScheduledChunk], CapturedShape | None]
+
+
+def propose_step(
+    engine: EngineCore, chunks: list[ScheduledChunk] | None, samples: bool = True
+) -> StepProposal:
+    """What this rank can run, of these chunks. `samples`: this rank samples their tokens."""
+    found = chunks or []
+    requests = [chunk.request for chunk in found if chunk.needs_sampling] if samples else []
+    num_requests, num_tokens = count_scheduled(found)
+    can_launch = chunks is not None
+    if engine.in_flight:
+        has_replicas = engine.coordinator is not None and engine.coordinator.mesh.data.size > 1
+        can_launch = can_launch and (bool(found) or has_replicas)  # others may have something
+        can_launch = can_launch and engine.sampler.can_sample_ahead(requests)
+    return StepProposal(
+        max_tokens=engine.scheduler.max_batched_tokens,
+        can_replay=engine.runner.no_capture_reason is None and is_decode_step(found),
+        num_requests=num_requests,
+        variant=engine.sampler.find_variant(requests),
+        num_tokens=num_tokens,
+        can_launch=can_launch,
+    )
+
+
+def agree_on_step(
+    engine: EngineCore,
+    chunks: list[ScheduledChunk],
+    proposal: StepProposal,
+    coordinator: Coordinator,
+) -> AgreedStep | None:
+    """The chunks of a step for which every rank has the memory, and the captured step that runs them;
+    None: it is not launched now."""
+    memory, scheduler = engine.memory, engine.scheduler
+    while True:
+        step = proposal._replace(max_tokens=memory.reserve(chunks))
+        if coordinator.mesh.data.size > 1 or not memory.is_proven(chunks):
+            step = coordinator.agree(step)
+        fits = step.max_tokens >= scheduler.max_batched_tokens
+        if engine.in_flight and not fits:
+            engine.max_in_flight = 1  # two steps at once need more memory than one
+        if engine.in_flight and not (fits and step.can_launch and step.num_requests):
+            return None
+        if fits:
+            break
+        memory.shrink_to(step.max_tokens)
+        chunks = scheduler.schedule()
+        num_requests, num_tokens = count_scheduled(chunks)
+        proposal = proposal._replace(
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            can_replay=False,  # the variant is that of other chunks
+        )
+    is_captured = step.can_replay and step.num_requests > 0
+    if engine.communication is not None:
+        captured_size = engine.runner.captured_size(step.num_requests) if is_captured else 0
+        fits = engine.communication.begin_step(max(step.num_tokens, captured_size))
+        is_captured = is_captured and fits
+    return chunks, CapturedShape(step.num_requests, step.variant) if is_captured else None
