@@ -2,7 +2,8 @@
 
     Conversation ─ template, tools ─▶ prompt ─ generation.py ─▶ Deltas ─ parsers/ ─▶ ChatDeltas
 
-With tool choice `required` or a named tool a grammar constrains the reply to the JSON of calls.
+With tool choice `required` or a named tool a grammar constrains the reply to the JSON of calls. With
+`auto` and strict tools it constrains the calls that the model begins (parsers/call_grammar.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ from fulgurite.serve.http.parsers import (
     render_tools,
     starts_in_reasoning,
     tool_call_schema,
+)
+from fulgurite.serve.http.parsers.call_grammar import (
+    has_strict_tools,
+    read_strictly,
+    write_call_grammar,
 )
 from fulgurite.serve.http.parsers.reasoning import ReasoningFormat
 from fulgurite.serve.http.parsers.tool_formats import ToolFormat
@@ -86,6 +92,7 @@ class ReplyFormat:
     """How replies to a prompt are parsed.
 
     has_calls_only   the grammar allows calls and no text: what is left of one that was cut is dropped
+    call_grammar     the structural tag of replies with strict tools and tool choice auto
     """
 
     tool_format: ToolFormat | None
@@ -95,6 +102,7 @@ class ReplyFormat:
     parse_reasoning: bool
     parallel: bool
     has_calls_only: bool = False
+    call_grammar: Mapping[str, Any] | None = None
 
     def make_parser(self) -> OutputParser:
         return OutputParser(
@@ -160,14 +168,22 @@ async def prepare_chat(
         reasoning = None  # the grammar allows calls only
     else:
         calls = server.formats.tool_format if choice.mode == "auto" else None
+    is_in_reasoning, grammar = starts_in_reasoning(text, reasoning), None
+    if not choice.is_constrained and calls is not None and has_strict_tools(tools):
+        try:
+            grammar = write_call_grammar(calls, reasoning, tools, is_in_reasoning)
+        except ArgumentError as error:
+            raise invalid(error.one_line(), "tools") from None
+        calls = read_strictly(calls)
     format = ReplyFormat(
         calls,
         reasoning,
         tools,
-        starts_in_reasoning(text, reasoning),
+        is_in_reasoning,
         conversation.parse_reasoning,
         conversation.parallel_tool_calls,
         choice.is_constrained,
+        grammar,
     )
     return ids, format, choice
 
@@ -203,9 +219,13 @@ def cut_at_last_message(text: str, messages: Sequence[Message]) -> str:
 def constrain_to_calls(
     format: ReplyFormat, choice: ToolChoice, constraint: dict[str, Any]
 ) -> dict[str, Any]:
-    """The constraint of a reply: the JSON of calls if the tool choice asks for it."""
+    """The constraint of a reply: the JSON of calls if the tool choice asks for it.
+
+    Without another constraint, replies with strict tools follow the grammar of their calls.
+    """
     if not choice.is_constrained:
-        return constraint
+        is_free = not constraint and format.call_grammar is not None
+        return {"structural_tag": format.call_grammar} if is_free else constraint
     schema = tool_call_schema(
         format.tools, choice.names, format.parallel and choice.mode != "named"
     )
@@ -269,10 +289,11 @@ async def start_chat(
     ids, format, choice = await prepare_chat(server, conversation)
     left = server.check_prompt(ids, "messages")
     count = server.choose_max_tokens(max_tokens, left, max_tokens_param)
-    constraint = constrain_to_calls(format, choice, constraint or {})
+    given, constraint = constraint, constrain_to_calls(format, choice, constraint or {})
     defaults = server.sampling_defaults
     params: SamplingParams = body.build_params(limits, count, logprobs, constraint, defaults)
-    await server.check_params(params, "tools" if choice.is_constrained else "response_format")
+    is_of_tools = choice.is_constrained or constraint is not given
+    await server.check_params(params, "tools" if is_of_tools else "response_format")
     plan = server.detokenize_plan
     request = GenerationRequest(
         ids,

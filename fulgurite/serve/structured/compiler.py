@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -39,6 +39,7 @@ from fulgurite.serve.structured.limits import (
     PARSER_LIMITS,
 )
 from fulgurite.serve.structured.mask_threads import MaskThreads
+from fulgurite.serve.structured.schema_rewrite import find_keyword
 from fulgurite.serve.structured.sources import JSON_DEFAULTS, JSON_OVERRIDES, check_source
 from fulgurite.serve.structured.special_tokens import name_tokens_by_id, rename_special_tokens
 from fulgurite.serve.structured.structural_tag import to_lark
@@ -57,8 +58,9 @@ NAMES = {
 ASCII_CLASSES = "dw"
 COERCE_ONE_OF = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 REGEX_ERROR = re.compile(r"^error: (.*)$", re.M)
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
 HELP = {
-    "json_schema": "change the schema; keywords such as not, if and uniqueItems are not supported",
+    "json_schema": "change the schema",
     "regex": "use the syntax of Rust's regex crate: no look-around, no backreferences",
     "lark": "see llguidance's documentation of its Lark dialect",
     "structural_tag": "its schemas and regexes have the limits of json_schema and regex",
@@ -178,15 +180,16 @@ class GrammarCompiler:
             return
         library = require_llguidance()
         limits = LARK_PARSER_LIMITS if spec.kind == "lark" else PARSER_LIMITS
+        schemas = [source] if spec.kind == "json_schema" else []
         try:
             if spec.kind == "structural_tag":
                 options = {**JSON_DEFAULTS, **JSON_OVERRIDES}
-                source = to_lark(source, self._find_special_tokens(), options)
+                source, schemas = to_lark(source, self._find_special_tokens(), options)
             elif spec.kind == "lark":
                 source = name_tokens_by_id(source, self._find_special_tokens())
             text = to_llguidance(spec.kind, source)
         except ValueError as error:
-            raise reject(spec.kind, str(error)) from error
+            raise reject(spec.kind, str(error), schemas) from error
         matcher = library.LLMatcher(
             self.backend,
             text,
@@ -194,7 +197,7 @@ class GrammarCompiler:
             limits=library.LLParserLimits(verbose_errors=False, **asdict(limits)),
         )
         if matcher.is_error():
-            raise reject(spec.kind, matcher.get_error())
+            raise reject(spec.kind, matcher.get_error(), schemas)
         grammar.is_empty = self._is_empty(spec.kind, matcher)
         grammar.matcher = matcher
 
@@ -272,8 +275,15 @@ def to_llguidance(kind: str, source: Any) -> str:
     return text
 
 
-def reject(kind: str, message: str) -> ArgumentError:
-    """The error of a grammar that llguidance does not take."""
+def reject(kind: str, message: str, schemas: Sequence[Any] = ()) -> ArgumentError:
+    """The error of a grammar that llguidance does not take. `schemas`: those in it."""
+    if found := UNIMPLEMENTED.search(message):
+        keyword = found[1]
+        path = next(filter(None, (find_keyword(one, keyword) for one in schemas)), None)
+        return ArgumentError(
+            f"the JSON schema can't be used: {keyword!r} at {path or '#'} is not supported",
+            next="write it in other words, or leave it out and check the reply yourself",
+        )
     if kind in ("regex", "choices") and (found := REGEX_ERROR.search(message)):
         message = found.group(1)  # the rest repeats the whole regex
     message = message.replace(COERCE_ONE_OF, " where two may match; write anyOf")

@@ -2,6 +2,7 @@
 
     format                 schema_formats.py: patterns, or nothing where JSON Schema says nothing
     names of properties    schema_names.py
+    uniqueItems, contains  schema_arrays.py
     \\W, \\D, \\S in patterns  regex_classes.py: what all libraries match
     bounds of numbers      at most ±10^15, for integers 2^63 - 1: llguidance refuses more
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fulgurite.serve.structured.regex_classes import narrow_classes
+from fulgurite.serve.structured.schema_arrays import rewrite_arrays
 from fulgurite.serve.structured.schema_formats import rewrite_format
 from fulgurite.serve.structured.schema_names import rewrite_names
 
@@ -42,6 +44,7 @@ def rewrite_part(schema: Any, root: Any) -> Any:
         return schema
     named = dict(schema)
     rewrite_names(named, root)
+    rewrite_arrays(named, root)
     rewritten = {name: rewrite_value(name, value, root) for name, value in named.items()}
     clamp_bounds(rewritten)
     if isinstance(rewritten.get("pattern"), str):
@@ -57,6 +60,25 @@ def rewrite_value(name: str, value: Any, root: Any) -> Any:
         rename = narrow_classes if name == "patternProperties" else str
         return {rename(key): rewrite_part(one, root) for key, one in value.items()}
     return rewrite_part(value, root) if name in SCHEMAS else value
+
+
+def find_keyword(schema: Any, keyword: str) -> str | None:
+    """The path of the first schema that has this keyword: #/properties/tags."""
+    stack: list[tuple[str, Any]] = [("#", schema)]
+    while stack:
+        path, part = stack.pop()
+        if not isinstance(part, dict):
+            continue
+        if keyword in part:
+            return path
+        for name, value in part.items():
+            if name in LISTS and isinstance(value, list):
+                stack += [(f"{path}/{name}/{index}", one) for index, one in enumerate(value)]
+            elif name in NAMED and isinstance(value, Mapping):
+                stack += [(f"{path}/{name}/{key}", one) for key, one in value.items()]
+            elif name in SCHEMAS:
+                stack.append((f"{path}/{name}", value))
+    return None
 
 
 def clamp_bounds(schema: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ Two forms, those of vLLM and xgrammar:
     {"format": {"type": ...}}                                          formats, which can be nested
 
 A format is const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags or
-tags_with_separator. Text before a tag ends where a trigger does: no reply has a trigger in its text
+tags_with_separator; strict tools use three more (call_text.py). Text before a tag ends where a trigger does: no reply has a trigger in its text
 without a tag. Begins, ends and triggers may be special tokens, alone or at their beginning.
 """
 
@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.structured.backend import require_llguidance
+from fulgurite.serve.structured.call_text import add_harmony_calls, add_list, add_text_with_calls
 from fulgurite.serve.structured.limits import MAX_JSON_DEPTH, MAX_LARK_LITERAL
 from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from fulgurite.serve.structured.schema_size import check_regex_size, check_schema_size
+from fulgurite.serve.structured.tag_fields import (
+    quote,
+    read_ends,
+    read_list,
+    read_object,
+    read_text,
+)
 
 # As for a schema alone (sources.py); a schema in a Lark grammar brings its own options.
 ANY_TEXT = r"/(.|\n)*/"
@@ -37,6 +45,7 @@ class LarkBuilder:
     def __init__(self, special_ids: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
         self.special_ids, self.json_options = special_ids, json_options
         self.rules: list[str] = []
+        self.schemas: list[Any] = []
         texts = sorted(special_ids, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, texts))) if texts else None
 
@@ -66,15 +75,25 @@ class LarkBuilder:
     def add_literal(self, text: str) -> str:
         return " ".join(self.split(text)) or '""'
 
-    def add_text_until(self, text: str) -> str:
+    def add_text_until(self, text: str, before: str = "TEXT") -> str:
         """Free text up to the first place that has `text`, which is a part of it."""
         terms = self.split(text)
         if not terms:
             raise ArgumentError("a trigger of the structural tag is empty")
         if terms[0].startswith("<["):  # a special token is never in a text
             return " ".join(["TEXT", *terms])
-        head = self.add_rule(f"TEXT {terms[0]}", "[lazy]")
+        head = self.add_rule(f"{before} {terms[0]}", "[lazy]")
         return " ".join([head, *terms[1:]])
+
+    def add_text_until_match(self, pattern: str) -> str:
+        """Free text up to the first place that a regex matches, which is a part of it."""
+        check_regex_size(pattern, "regex of the structural tag")
+        text = require_llguidance().regex_to_lark(pattern, "dw")
+        return self.add_rule(f"/(.|\\n)*({text})/", "[lazy]")
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text begins with a special token, which is never a part of other text."""
+        return self.special is not None and self.special.match(text) is not None
 
     def add_json(self, schema: Any) -> str:
         if schema is True:
@@ -82,6 +101,7 @@ class LarkBuilder:
         if not isinstance(schema, dict):
             raise ArgumentError("a schema of the structural tag is not an object")
         check_schema_size(schema)
+        self.schemas.append(schema)
         schema = rewrite_schema(schema)
         options = {**self.json_options, **read_object(schema, "x-guidance", {})}
         return self.add_rule("%json " + json.dumps({**schema, "x-guidance": options}))
@@ -198,39 +218,10 @@ FORMATS: dict[str, Callable[[LarkBuilder, Any, int, bool], str]] = {
     "tag": LarkBuilder.add_tag,
     "triggered_tags": LarkBuilder.add_triggered_tags,
     "tags_with_separator": LarkBuilder.add_separated_tags,
+    "list": add_list,
+    "text_with_calls": add_text_with_calls,
+    "harmony_calls": add_harmony_calls,
 }
-
-
-def quote(text: str) -> str:
-    """A string of a Lark grammar; empty for no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def read_object(value: Mapping[str, Any], name: str, default: Any) -> Mapping[str, Any]:
-    found = value.get(name, default)
-    return found if isinstance(found, Mapping) else {}
-
-
-def read_text(value: Any, name: str) -> str:
-    text = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise ArgumentError(f"a part of the structural tag has no '{name}', which is a text")
-    return text
-
-
-def read_ends(tag: Mapping[str, Any]) -> list[str]:
-    """The texts of which one ends a tag."""
-    ends = tag.get("end")
-    if isinstance(ends, list) and ends and all(isinstance(one, str) for one in ends):
-        return ends
-    return [read_text(tag, "end")]
-
-
-def read_list(value: Any, name: str) -> Sequence[Any]:
-    found = value.get(name)
-    if not isinstance(found, list) or not found:
-        raise ArgumentError(f"a part of the structural tag has no '{name}', which is a list")
-    return found
 
 
 def read_format(tag: Any) -> Any:
@@ -251,7 +242,9 @@ def read_format(tag: Any) -> Any:
     return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
 
 
-def to_lark(tag: Any, special_ids: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
-    """The Lark grammar of a structural tag; ArgumentError if it can't be used."""
+def to_lark(
+    tag: Any, special_ids: Mapping[str, int], json_options: Mapping[str, Any]
+) -> tuple[str, list[Any]]:
+    """The Lark grammar of a structural tag, and the schemas in it; ArgumentError if it is wrong."""
     builder = LarkBuilder(special_ids, json_options)
-    return builder.build(builder.add_format(read_format(tag)))
+    return builder.build(builder.add_format(read_format(tag))), builder.schemas

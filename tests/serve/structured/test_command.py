@@ -43,7 +43,7 @@ def test_replies_follow_the_grammar(folder: Path, capsys, tmp_path: Path) -> Non
     [
         (("--regex", "(a"), "unclosed group"),
         (("--json-schema", "/no/such/file"), "can't read /no/such/file: No such file"),
-        (("--json-schema", '{"not": {}}'), "Unimplemented keys"),
+        (("--json-schema", '{"not": {}}'), "'not' at # is not supported"),
         (("--grammar", "."), "can't read .: Is a directory"),
         (("--choices", "[1]"), "choices contains 1"),
         (("--choices", "[1"), "not a JSON list"),

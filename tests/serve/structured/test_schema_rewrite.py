@@ -186,3 +186,65 @@ def test_the_schema_of_a_request_is_not_changed() -> None:
     before = json.dumps(schema)
     rewrite_schema(schema)
     assert json.dumps(schema) == before
+
+
+COLORS = {"enum": ["red", "green", "blue"], "type": "string"}
+UNIQUE = {"type": "array", "items": COLORS, "uniqueItems": True}
+ARRAYS = ([], ["red"], ["blue", "green"], ["red", "red"], ["green", "red", "blue"], ["red"] * 4)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        UNIQUE,
+        {**UNIQUE, "minItems": 1, "maxItems": 2},
+        {**UNIQUE, "items": {"$ref": "#/$defs/c"}, "$defs": {"c": COLORS}},
+        {**UNIQUE, "uniqueItems": False},
+        {"type": "array", "items": COLORS, "maxItems": 1, "uniqueItems": True},
+    ],
+)
+def test_unique_items(schema: dict[str, Any]) -> None:
+    """Exactly the arrays of the schema."""
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in ARRAYS:
+        assert accepts(schema, value) == validator.is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    "schema, values",
+    [
+        ({"type": "array", "contains": {"const": 1}}, [[1], [1, "x", None]]),
+        (
+            {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}},
+            [[5], [9, 1, 2]],
+        ),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 2, "maxItems": 3}, [[1, 1, 2]]),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}], "contains": {"const": 1}},
+            [[None, 1], [None, 1, 5]],
+        ),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 0}, [[], [2]]),
+    ],
+)
+def test_contains(schema: dict[str, Any], values: list[Any]) -> None:
+    """What is allowed is valid: the items that are asked for come first."""
+    validator = jsonschema.Draft202012Validator(schema)
+    assert all(accepts(schema, one) and validator.is_valid(one) for one in values)
+    for value in ([], [2], [2, 3], [None], [None, 2], ["x"], [4], [1], [2, 1], [1, 2], [[1]]):
+        assert not accepts(schema, value) or validator.is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "items": {"enum": list("abcdefgh")}, "uniqueItems": True},
+        {"type": "array", "items": {"enum": [1, 1.0]}, "uniqueItems": True},
+        {"uniqueItems": True},
+        {"type": "array", "contains": {"const": 1}, "maxContains": 1},
+        {"contains": {"const": 1}},
+    ],
+)
+def test_rules_of_arrays_that_cannot_be_written(schema: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="at # is not supported"):
+        tiny_compiler().check(GrammarSpec("json_schema", json.dumps(schema)))

@@ -150,7 +150,7 @@ def test_tags_of_special_tokens() -> None:
         ({"format": 5}, "type 'None'"),
         ({"format": {"type": "regex", "pattern": "("}}, "unclosed"),
         ({"format": {"type": "const_string", "value": "a" * 5000}}, "5,000 characters"),
-        ({"format": make_json_part({"not": {}})}, "structural tag can't be used"),
+        ({"format": make_json_part({"not": {}})}, "'not' at # is not supported"),
         (
             {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2}},
             "any_text must be the last",

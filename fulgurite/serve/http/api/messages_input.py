@@ -73,6 +73,7 @@ class MessageTool(Struct, kw_only=True):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None
+    strict: bool | None = None
 
 
 class MessageToolChoice(Struct):
@@ -174,6 +175,7 @@ def describe_tool(tool: MessageTool) -> dict[str, Any]:
         "name": tool.name,
         "description": tool.description,
         "parameters": tool.input_schema,
+        "strict": tool.strict or None,
     }
     return {"type": "function", "function": function}
 

@@ -52,6 +52,7 @@ class FunctionTool(Struct, kw_only=True):
             "name": self.name,
             "description": self.description,
             "parameters": self.parameters,
+            "strict": self.strict or None,
         }
         return {"type": "function", "function": function}
 

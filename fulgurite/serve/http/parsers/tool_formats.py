@@ -33,6 +33,7 @@ class ToolFormat:
     ignored          markers that hold no information; special tokens around several calls
     make_id          the id of a call whose format carries none
     example          a call, for prompts
+    in_list          calls stand in a list, as `example` shows
     """
 
     name: str
@@ -44,6 +45,7 @@ class ToolFormat:
     ignored: tuple[str, ...] = ()
     make_id: Callable[[], str] = new_call_id
     example: str = f"<tool_call>\n{JSON_EXAMPLE}\n</tool_call>"
+    in_list: bool = False
 
     @property
     def visible_tokens(self) -> tuple[str, ...]:
@@ -146,6 +148,7 @@ FORMATS = (
         at_line_start=True,
         ignored=("<|eom|>",),
         example='[tool_name(key="value")]',
+        in_list=True,
     ),
     ToolFormat(
         "lfm2",
@@ -153,6 +156,7 @@ FORMATS = (
         ("<|tool_call_end|>",),
         (PythonicCalls(), JSON_CALLS),
         example='<|tool_call_start|>[tool_name(key="value")]<|tool_call_end|>',
+        in_list=True,
     ),
     ToolFormat(
         "olmo3",
@@ -170,11 +174,13 @@ FORMATS = (
             NamedCalls(
                 "[ARGS]",
                 re.compile(NAME_GROUP + r"(?:\[CALL_ID\](?P<id>\w+))?"),
+                "{name}[ARGS]{arguments}",
                 markers=("[ARGS]", "[CALL_ID]"),
             ),
         ),
         make_id=new_short_call_id,
         example=f"[TOOL_CALLS][{JSON_EXAMPLE}]",
+        in_list=True,
     ),
     ToolFormat(
         "deepseek",
@@ -184,11 +190,16 @@ FORMATS = (
             NamedCalls(  # V3, R1: function<｜tool▁sep｜>name, then a code block
                 "\n",
                 re.compile(f"function{SEPARATOR}{NAME_GROUP}"),
+                f"function{SEPARATOR}{{name}}\n```json\n{{arguments}}\n```",
                 between=re.compile(r"[\s`a-z]*"),
                 tail=re.compile(r"[\s`]*"),
                 markers=(SEPARATOR,),
             ),
-            NamedCalls(SEPARATOR, re.compile(f"(?!function$){NAME_GROUP}")),  # V3.1
+            NamedCalls(  # V3.1
+                SEPARATOR,
+                re.compile(f"(?!function$){NAME_GROUP}"),
+                f"{{name}}{SEPARATOR}{{arguments}}",
+            ),
         ),
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         example=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEPARATOR}tool-name\n"
@@ -202,6 +213,7 @@ FORMATS = (
             NamedCalls(
                 "<|tool_call_argument_begin|>",
                 re.compile(rf"(?P<id>(?:functions\.)?{NAME_GROUP}(?::\d+)?)"),
+                "functions.{name}:{number}<|tool_call_argument_begin|>{arguments}",
                 markers=("<|tool_call_argument_begin|>",),
             ),
         ),
@@ -216,6 +228,7 @@ FORMATS = (
         ("</tool_call>",),
         (JSON_CALLS,),
         example=f"<tool_call>[{JSON_EXAMPLE}]",
+        in_list=True,
     ),
     ToolFormat(
         "phi4_mini",
@@ -223,6 +236,7 @@ FORMATS = (
         ("<|/tool_call|>",),
         (JSON_CALLS,),
         example=f"<|tool_call|>[{JSON_EXAMPLE}]<|/tool_call|>",
+        in_list=True,
     ),
     ToolFormat(
         "cohere",
@@ -232,6 +246,7 @@ FORMATS = (
         ignored=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         example='<|START_ACTION|>[{"tool_name": "tool-name", "parameters": {"key": "value"}}]'
         "<|END_ACTION|>",
+        in_list=True,
     ),
     ToolFormat(
         "hunyuan",
@@ -239,6 +254,7 @@ FORMATS = (
         ("</tool_calls>",),
         (JSON_CALLS,),
         example=f"<tool_calls>[{JSON_EXAMPLE}]</tool_calls>",
+        in_list=True,
     ),
     # Output that a grammar constrains to calls: tool_choice required, or a named tool.
     ToolFormat("json", (), (), (BARE_JSON_CALLS,), bare_opens=("{", "["), example=JSON_EXAMPLE),

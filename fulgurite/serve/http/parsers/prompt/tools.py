@@ -48,7 +48,7 @@ def render_tools(
     say it. With tool choice `none`, the model sees no tools.
     """
     normalized = normalize_messages(messages, template)
-    checked = read_tools(tools or ())
+    checked = [_without_strict(tool) for tool in read_tools(tools or ())]
     choice = read_tool_choice(tool_choice, checked)
     if not shows_tool_calls(template):
         normalized = [_write_as_text(message) for message in normalized]
@@ -61,6 +61,13 @@ def render_tools(
         return RenderedTools(normalized, {"tools": checked})
     description = describe_tools(checked, choice, tool_format)
     return RenderedTools(_add_instructions(normalized, description, template))
+
+
+def _without_strict(tool: dict[str, object]) -> dict[str, object]:
+    """A tool as models see it: a grammar enforces `strict`."""
+    function = tool["function"]
+    assert isinstance(function, Mapping), "read_tools checks this"
+    return {**tool, "function": {key: one for key, one in function.items() if key != "strict"}}
 
 
 def describe_tools(

@@ -14,6 +14,7 @@ from typing import Protocol
 from fulgurite.serve.http.parsers.cursor import MAX_HELD_CHARS, Cursor, Markers, NotACall, Steps
 from fulgurite.serve.http.parsers.emitter import Emitter
 from fulgurite.serve.http.parsers.syntax.json_text import SPACES
+from fulgurite.serve.http.parsers.syntax.written import Format, WrittenTool
 
 NAME = re.compile(r"[\w.\-/:$@]{1,256}")
 NOT_IN_NAMES = tuple(" \t\r\n{}\"'`")  # ends a header early that is none
@@ -78,6 +79,10 @@ class CallSyntax(Protocol):
         ...
 
     def read_call(self, reader: CallReader) -> Steps[None]: ...
+
+    def write_call(self, tool: WrittenTool) -> Format:
+        """The grammar of a call of this tool; `read_call` reads what it allows."""
+        ...
 
 
 BRACKETS_TAIL = re.compile(r"[\s\]}]*")  # the end of a list, and a bracket too many

@@ -18,6 +18,15 @@ from fulgurite.serve.http.parsers.syntax.json_text import (
     read_string,
     replace_surrogates,
 )
+from fulgurite.serve.http.parsers.syntax.written import (
+    Format,
+    WrittenTool,
+    constant,
+    escape_name,
+    json_value,
+    regex,
+    sequence,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class JsonCalls:
     wrapper_keys      keys whose object holds the call: {"function": {"name": …}}
     id_keys           used if it comes before the name
     other_keys        keys that a call may have and that mean nothing here
+    name_first        the name is the first member, as a grammar writes it
     """
 
     name_keys: tuple[str, ...] = ("name", "function", "tool_name")
@@ -36,6 +46,7 @@ class JsonCalls:
     wrapper_keys: tuple[str, ...] = ("function",)
     other_keys: tuple[str, ...] = ("type", "index")
     needs_arguments: bool = False
+    name_first: bool = False
     repeats: bool = True
     tail: re.Pattern[str] = BRACKETS_TAIL
     markers: tuple[str, ...] = ()
@@ -44,6 +55,20 @@ class JsonCalls:
         if (yield from reader.cursor.peek()) != "{":
             raise NotACall
         yield from _ObjectReader(self, reader).read()
+
+    def write_call(self, tool: WrittenTool) -> Format:
+        keys = regex('"name|"tool_call_id": "[0-9]{1,4}", "tool_name' if self.id_keys else '"name')
+        name = constant(f'": "{tool.name}"')
+        return sequence(constant("{"), keys, name, self.write_arguments(tool))
+
+    def write_arguments(self, tool: WrittenTool) -> Format:
+        """What follows the name."""
+        key = regex(', "(arguments|parameters)": ')
+        return sequence(key, json_value(tool.schema), constant("}"))
+
+    def bare_pattern(self, name: str) -> str:
+        """Where a call without a marker begins, up to its name."""
+        return rf'\{{\s*"({"|".join(self.name_keys)})"\s*:\s*"{escape_name(name)}"'
 
 
 @dataclass
@@ -86,6 +111,8 @@ class _ObjectReader:
         if key in syntax.wrapper_keys and char == "{":
             reader.cursor.position += 1
             self.depth += 1
+        elif syntax.name_first and self.name is None and key not in syntax.name_keys:
+            raise NotACall
         elif key in syntax.name_keys and self.name is None:
             self.name = yield from read_string(reader.cursor)
             self._start_if_known()
@@ -146,10 +173,12 @@ class NamedCalls:
     header_end   what ends the header
     header       matches the header; groups `name` and perhaps `id`
     between      skipped between the header and the arguments
+    written      a call: {name}, {number} and {arguments} stand for what their names say
     """
 
     header_end: str
     header: re.Pattern[str]
+    written: str
     between: re.Pattern[str] = SPACES
     repeats: bool = False
     tail: re.Pattern[str] = SPACES
@@ -167,3 +196,12 @@ class NamedCalls:
         yield from cursor.take_while(self.between)
         if (yield from cursor.peek()) == "{":
             yield from copy_value(cursor, reader.arguments, reader.stops)
+
+    def write_call(self, tool: WrittenTool) -> Format:
+        values = {
+            "{name}": constant(tool.name),
+            "{number}": regex("[0-9]{1,4}"),
+            "{arguments}": json_value(tool.schema),
+        }
+        parts = re.split(r"(\{name\}|\{number\}|\{arguments\})", self.written)
+        return sequence(*(values.get(part) or constant(part) for part in parts if part))

@@ -14,6 +14,16 @@ from dataclasses import dataclass
 from fulgurite.serve.http.parsers.cursor import EndOfOutput, Steps, markers_of
 from fulgurite.serve.http.parsers.syntax.calls import NOT_IN_NAMES, CallReader
 from fulgurite.serve.http.parsers.syntax.tagged_calls import PYTHON_WORDS, dump_json
+from fulgurite.serve.http.parsers.syntax.written import (
+    Format,
+    WrittenTool,
+    constant,
+    either,
+    escape_name,
+    json_value,
+    regex,
+    sequence,
+)
 
 TAIL = re.compile(r"[\s\])]*")
 WORD_CHARS = re.compile(r"[^\s,:()\[\]{}\"'=]*")
@@ -77,6 +87,29 @@ class PythonicCalls:
             key = _positional_key(reader, index)
         reader.arguments(f"{', ' if index else '{'}{dump_json(key)}: ")
         yield from _LiteralReader(reader).read(word)
+
+    def write_call(self, tool: WrittenTool) -> Format:
+        return sequence(constant(f"{tool.name}("), self.write_arguments(tool))
+
+    def write_arguments(self, tool: WrittenTool) -> Format:
+        """What follows the bracket."""
+        elements = []
+        for one in tool.properties:
+            value = sequence(constant(f"{one.name}="), _write_literal(one.schema))
+            elements.append({"content": value, "required": one.is_required})
+        arguments = {"type": "list", "elements": elements, "separator": ", "}
+        return sequence(arguments, constant(")"))
+
+    def bare_pattern(self, name: str) -> str:
+        """Where a call without a marker begins, up to its bracket."""
+        return rf"\[\s*{escape_name(name)}\("
+
+
+def _write_literal(schema: Mapping[str, object]) -> Format:
+    """JSON, which is read as Python; words of Python as well where that is the whole value."""
+    words = {"boolean": "True|False", "null": "None"}.get(str(schema.get("type")))
+    value = json_value(schema)
+    return value if words is None else either(value, regex(words))
 
 
 def _positional_key(reader: CallReader, index: int) -> str:

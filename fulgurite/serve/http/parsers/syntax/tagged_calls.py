@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fulgurite.errors import ArgumentError
 from fulgurite.serve.http.parsers.cursor import EndOfOutput, NotACall, Steps, markers_of
 from fulgurite.serve.http.parsers.syntax.calls import NOT_IN_NAMES, CallReader
 from fulgurite.serve.http.parsers.syntax.json_text import SPACES, load_json
+from fulgurite.serve.http.parsers.syntax.written import (
+    ANNOTATIONS,
+    Argument,
+    Format,
+    WrittenTool,
+    any_text_until,
+    constant,
+    either,
+    json_value,
+    optional,
+    regex,
+    sequence,
+)
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPES: dict[type, tuple[str, ...]] = {
@@ -113,6 +127,42 @@ class TaggedCalls:
                 reader.arguments(convert_value("".join(pieces), schema))
         if end is None:
             raise EndOfOutput
+
+    def write_call(self, tool: WrittenTool) -> Format:
+        end = self.name_ends[0]
+        head = self.name_open + tool.name + ("" if end.startswith("<") else end)
+        return sequence(constant(head), self.write_arguments(tool))
+
+    def write_arguments(self, tool: WrittenTool) -> Format:
+        """What follows the name."""
+        line, parts = regex(r"\n?"), []
+        for one in tool.properties:
+            open = constant(self.key_open + one.name + self.key_end)
+            value = sequence(open, *self._write_value(one), line)
+            parts.append(value if one.is_required else optional(value))
+        return sequence(line, *parts, constant(self.call_close))
+
+    def _write_value(self, argument: Argument) -> Iterator[Format]:
+        if self.value_open:
+            yield from (regex(r"\n?"), constant(self.value_open))
+        schema, close = argument.schema, self.value_close
+        if _allowed_types(schema) != {"string"} and {*schema} - ANNOTATIONS:
+            line = regex(r"\n?") if self.strips_newlines else constant("")
+            yield from (line, json_value(schema), line, constant(close))
+            return
+        rules = {*schema} - ANNOTATIONS - {"type", "enum", "const"}
+        if rules:
+            raise ArgumentError(
+                f"this model's tool calls can't enforce {min(rules)!r} of the argument "
+                f"{argument.name!r}",
+                next="remove it, use tool_choice required, or set strict to false",
+            )
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            choices = [constant(one) for one in values if isinstance(one, str) and close not in one]
+            yield from (either(*choices), constant(close))
+        else:
+            yield any_text_until(close)
 
 
 def _argument_schema(reader: CallReader, key: str) -> object:
