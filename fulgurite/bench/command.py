@@ -11,6 +11,7 @@ from fulgurite.bench.generate.model import add_options as add_generate_options
 from fulgurite.bench.readme import write_readme
 from fulgurite.bench.serve.suite import add_options as add_serve_options
 from fulgurite.bench.suites import SUITES
+from fulgurite.bench.train.suite import add_options as add_train_options
 from fulgurite.bench.zoo.suite import add_options as add_zoo_options
 from fulgurite.device import resolve_device
 
@@ -35,6 +36,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_zoo_options(command)
     add_generate_options(command)
     add_serve_options(command)
+    add_train_options(command)
 
 
 def run_bench(options: argparse.Namespace) -> None:

@@ -66,6 +66,6 @@ SUITES: dict[str, Suite] = {
         lambda rows: "\n\n".join(quant_gpu.format_tables(rows)),
     ),
     "serve": Suite(serve_suite.run_serve, format_serve_tables, format_serve_tables),
-    "train": Suite(train_suite.run_train, train_suite.format_table, train_suite.format_table),
+    "train": Suite(train_suite.run_train, train_suite.format_tables, train_suite.format_tables),
     "zoo": Suite(zoo_suite.run_zoo, zoo_suite.format_summary, zoo_suite.format_summary),
 }

@@ -76,11 +76,21 @@ class Compiled:
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
     """Bytes that a thread of a compiled kernel spills to the stack."""
+    return read_resource(compiled, folder, "STACK")
+
+
+def register_count(compiled: Any, folder: Path) -> int:
+    """Registers of a thread of a compiled kernel."""
+    return read_resource(compiled, folder, "REG")
+
+
+def read_resource(compiled: Any, folder: Path, name: str) -> int:
+    """What `cuobjdump -res-usage` says of a compiled kernel."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", result.stdout + result.stderr)
+    found = re.search(rf"{name}:(\d+)", result.stdout + result.stderr)
     assert found, result.stdout
     return int(found.group(1))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,12 +27,11 @@ STEPS = 3  # after a save: the copy ends during the first of them
 SAVES = 3
 
 
-def measure_stall(name: str, step: TrainStep, run: Callable[[], Any]) -> list[Row]:
+def measure_stall(name: str, step: TrainStep, run: Callable[[], Any]) -> Iterator[Row]:
     """A row for each save; `run` is one step."""
     for _ in range(3):
         run()
     base = statistics.median(_time_steps(run) for _ in range(3))
-    rows = []
     state = training_state(step.model, step.optimizer)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -46,17 +45,14 @@ def measure_stall(name: str, step: TrainStep, run: Callable[[], Any]) -> list[Ro
             manager.save(number, state)
             seconds = time.perf_counter() - start
             loop = seconds + _time_steps(run) - base
-            rows.append(
-                {
-                    "model": name,
-                    "save": number,
-                    "bytes": _count_bytes(state),
-                    "step_ms": base / STEPS * 1e3,
-                    "call_ms": seconds * 1e3,
-                    "loop_ms": loop * 1e3,
-                }
-            )
-    return rows
+            yield {
+                "model": name,
+                "save": number,
+                "bytes": _count_bytes(state),
+                "step_ms": base / STEPS * 1e3,
+                "call_ms": seconds * 1e3,
+                "loop_ms": loop * 1e3,
+            }
 
 
 def _time_steps(run: Callable[[], Any]) -> float:

@@ -24,11 +24,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import nn
 
 import fulgurite
 from fulgurite.bench import results
+from fulgurite.bench.train.row_file import RowFile
 from fulgurite.bench.train.stall import format_stalls, measure_stall
 from fulgurite.bench.train.twin import format_twins, measure_twins
 from fulgurite.bench.train.workloads import CPU_DTYPE, CUDA_DTYPE, Workload, make_workloads
@@ -52,7 +52,7 @@ from fulgurite.train.precision import precision_transforms
 from fulgurite.train.step import OneRank, StepResult, TrainStep
 
 Row = dict[str, Any]
-EAGER, INDUCTOR, OURS = "eager", "torch.compile", "fulgurite"
+EAGER, INDUCTOR, OURS = CANDIDATES = "eager", "torch.compile", "fulgurite"
 WARMUP_STEPS = {"cuda": 5, "cpu": 2}  # CUDA graphs are captured after a few calls
 TIMED_STEPS = {"cuda": 10, "cpu": 5}
 CONFIG = TrainConfig(
@@ -62,17 +62,50 @@ CONFIG = TrainConfig(
 )
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "suite train", "also --only NAME: of a workload, stall or twin; adds to the file of the day"
+    )
+    group.add_argument(
+        "--candidates",
+        metavar="NAMES",
+        default=",".join(CANDIDATES),
+        help=f"some of {','.join(CANDIDATES)}",
+    )
+
+
 def run_train(options: argparse.Namespace) -> None:
-    """Measure all workloads, print the table and save it."""
+    """Measure all workloads, save and print each row at once, then print the tables."""
     device = resolve_device(options.device).type
     check_only(options.only, device, options.quick)
-    rows = measure_steps(device, options)
+    candidates = read_candidates(options.candidates)
+    is_part = options.only is not None or candidates != CANDIDATES
+    file = RowFile(device, options.output, keeps_others=is_part)
+    for row in measure_all(device, options, candidates):
+        file.add(row)
+        print(format_row(row), flush=True)
+    print(format_tables(file.list_rows()))
+    print(f"written to {file.path}")
+
+
+def measure_all(
+    device: str, options: argparse.Namespace, candidates: tuple[str, ...]
+) -> Iterator[Row]:
+    """The rows, as they are measured. A later row may complete an earlier one of the same case."""
+    yield from measure_steps(device, options, candidates)
     for name, measure_more in EXTRAS.items():
         if options.only is None or options.only.lower() in name:
-            rows += [row | {"kind": name} for row in measure_more(device, options.quick)]
-            results.save_results("train", device, rows, options.output)
-    print_tables(rows)
-    print(f"written to {results.save_results('train', device, rows, options.output)}")
+            for row in measure_more(device, options.quick):
+                yield row | {"kind": name}
+
+
+def read_candidates(names: str) -> tuple[str, ...]:
+    chosen = tuple(names.split(","))
+    if not set(chosen) <= set(CANDIDATES):
+        raise ArgumentError(
+            f"--candidates {names}", next=f"use one or more of {','.join(CANDIDATES)}"
+        )
+    return tuple(name for name in CANDIDATES if name in chosen)
 
 
 def check_only(only: str | None, device: str, quick: bool) -> None:
@@ -82,45 +115,49 @@ def check_only(only: str | None, device: str, quick: bool) -> None:
         raise ArgumentError(f"--only {only} is in no name", next=f"names: {', '.join(names)}")
 
 
-def print_tables(rows: list[Row]) -> None:
+def format_tables(rows: list[Row]) -> str:
     """A table for each kind of row."""
+    tables = []
     for kind, show in ((None, format_table), ("stall", format_stalls), ("twin", format_twins)):
         chosen = [row for row in rows if row.get("kind") == kind]
         if chosen:
-            print(show(chosen))
+            tables.append(show(chosen))
+    return "\n\n".join(tables)
 
 
-def measure_steps(device: str, options: argparse.Namespace) -> list[Row]:
+def format_row(row: Row) -> str:
+    """A line of a row that was just measured."""
+    names = [row.get("kind"), row["model"], row.get("candidate"), row.get("recipe")]
+    figures = {key: value for key, value in row.items() if isinstance(value, float)}
+    shown = [f"{key} {value:,.4g}" for key, value in figures.items()] or [row.get("error", "")]
+    return f"{' · '.join(name for name in names if name)}: {', '.join(shown)}"
+
+
+def measure_steps(
+    device: str, options: argparse.Namespace, candidates: tuple[str, ...]
+) -> Iterator[Row]:
     """A row for each workload and candidate."""
     chosen = [
         workload
         for workload in make_workloads(device, options.quick)
         if options.only is None or options.only.lower() in workload.name.lower()
     ]
-    rows: list[Row] = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=sum(len(list_candidates(w)) for w in chosen))
-        for workload in chosen:
-            for candidate, recipe in list_candidates(workload):
-                progress.update(task, description=f"{workload.name} · {candidate} {recipe}")
-                rows.append(measure(workload, candidate, recipe, device))
-                results.save_results("train", device, rows, options.output)
-                progress.advance(task)
-    return rows
+    for workload in chosen:
+        for candidate, recipe in list_candidates(workload):
+            if candidate in candidates:
+                yield measure(workload, candidate, recipe, device)
 
 
-def measure_stalls(device: str, quick: bool) -> list[Row]:
+def measure_stalls(device: str, quick: bool) -> Iterator[Row]:
     """Saves of the first workload; on a GPU also of a 1B model."""
     workloads = make_workloads(device, quick)
-    rows = []
     for workload in workloads[::2][:2] if device == "cuda" and not quick else workloads[:1]:
         step, batches, _ = make_train_step(workload, OURS, "none", device)
         counter = itertools.count()
         run = partial(_run_next, step, counter, batches)
-        rows += measure_stall(workload.name, step, run)
+        yield from measure_stall(workload.name, step, run)
         del step, batches, run
         _reset(device)
-    return rows
 
 
 EXTRAS = {"stall": measure_stalls, "twin": measure_twins}  # beside the workloads

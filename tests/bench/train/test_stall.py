@@ -13,7 +13,8 @@ from tests.bench.train.test_suite import SMALL
 def test_every_save_has_a_row() -> None:
     workload = Workload("x", "LlamaForCausalLM", NANO | SMALL, 2, 16)
     step, batches, _ = suite.make_train_step(workload, suite.EAGER, "none", "cpu")
-    rows = stall.measure_stall("x", step, partial(suite._run_next, step, count(), batches))
+    run = partial(suite._run_next, step, count(), batches)
+    rows = list(stall.measure_stall("x", step, run))
     assert [row["save"] for row in rows] == [0, 1, 2]
     weights = sum(p.nbytes for p in step.model.parameters())
     assert all(row["call_ms"] > 0 and row["bytes"] > 3 * weights * 0.9 for row in rows)

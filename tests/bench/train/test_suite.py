@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,3 +65,69 @@ def test_workloads_of_a_gpu_are_known_models() -> None:
         suite.OURS,
         "fp8_rowwise",
     )
+
+
+def run(path: Path, only: str | None, candidates: str = ",".join(suite.CANDIDATES)) -> list[Any]:
+    suite.run_train(
+        argparse.Namespace(
+            device="cpu", quick=True, output=str(path), only=only, candidates=candidates
+        )
+    )
+    return list(json.loads(path.read_text())["rows"])
+
+
+@pytest.fixture
+def extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves and twins that are measured at once."""
+    stall = {"model": "x", "save": 0, "bytes": 1, "step_ms": 1.0, "call_ms": 1.0, "loop_ms": 1.0}
+    twin = {"model": "y", "parameters": 1, "active_parameters": 1, "tokens_per_second": 1.0}
+    twin |= {"best_loss": 1.0}
+    full = twin | {"seconds_to_target": 1.0, "target_loss": 1.0, "speedup": 1.0}
+    monkeypatch.setitem(suite.EXTRAS, "stall", lambda *_: iter([stall]))
+    monkeypatch.setitem(suite.EXTRAS, "twin", lambda *_: iter([twin, full]))
+
+
+def test_parts_of_the_suite_share_a_file(extras: None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert [row["kind"] for row in run(path, "stall")] == ["stall"]
+    rows = run(path, "twin")
+    assert [row["kind"] for row in rows] == ["stall", "twin"]
+    assert rows[1]["speedup"] == 1.0, "the complete row replaces the first one"
+    text = suite.format_tables(rows)
+    assert "GiB" in text and "1.0 s to 1.000" in text
+    assert [row["kind"] for row in run(path, "twin")] == ["stall", "twin"]
+
+
+def test_rows_of_another_machine_are_not_mixed_in(extras: None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    run(path, "stall")
+    content = json.loads(path.read_text())
+    content["machine"]["processor"] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ArgumentError, match=r"another machine or version \(processor\)"):
+        run(path, "twin")
+
+
+def test_an_interrupted_run_keeps_its_rows(
+    extras: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*arguments: object) -> Iterator[dict[str, Any]]:
+        yield {"model": "x", "save": 0, "bytes": 1, "step_ms": 1.0, "call_ms": 1.0, "loop_ms": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(suite.EXTRAS, "stall", stops)
+    path = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, "stall")
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+def test_candidates_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        suite, "measure", lambda w, c, r, d: {"model": w.name, "candidate": c, "recipe": r,
+                                              "error": "not run"}
+    )  # fmt: skip
+    rows = run(tmp_path / "rows.json", "packed", "fulgurite,eager")
+    assert [row["candidate"] for row in rows] == [suite.EAGER, suite.OURS]
+    with pytest.raises(ArgumentError, match="--candidates inductor"):
+        run(tmp_path / "rows.json", "packed", "inductor")

@@ -184,10 +184,14 @@ def test_neighbor_schedules_can_be_written(name: str) -> None:
                 )
 
 
-def test_norm_backward_is_persistent_and_pipelined() -> None:
-    (schedule,) = schedule_case("rms_norm_backward")
+@pytest.mark.parametrize(("width", "is_pipelined"), [(4096, True), (512, False)])
+def test_norm_backward_is_persistent(width: int, is_pipelined: bool) -> None:
+    """Rows that fill a program are pipelined; several short ones are not (`test_short_rows.py`)."""
+    function, _ = (CASES | GPU_CASES)["rms_norm_backward"]
+    g, x = torch.empty(2, 16384, width, dtype=HALF)
+    (schedule,) = make_schedules(function, (g, x, g[0]))
     assert schedule.kind == "persistent"
-    assert schedule.num_stages > 1 and schedule.num_programs >= H200.num_cores
+    assert (schedule.num_stages > 1) == is_pipelined and schedule.num_programs >= H200.num_cores
 
 
 def test_cross_entropy_reads_its_logits_once() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fulgurite.device import DeviceInfo
 from fulgurite.fuser.ir.cost import size_hint
-from fulgurite.fuser.ir.index import Axis
+from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.loop_nest import LoopNest
 from fulgurite.fuser.schedule.analysis import analyze_nest, count_passes
 from fulgurite.fuser.schedule.gpu.base import (
@@ -91,8 +91,10 @@ def _schedule_single_block(nest: LoopNest, device: DeviceInfo, block: int) -> Gp
     rows = min(tuning.MIN_ROW_BYTES // (block * max_itemsize(nest)), next_power_of_two(count))
     rows = max(1, rows)
     row_blocks = -(-count // rows)
+    if _sums_rows(nest) and rows > 1:
+        return _schedule_short_rows(nest, device, block, rows)
     if _sums_rows(nest):
-        programs, num_stages = choose_persistent_programs(nest, device, rows)
+        programs, num_stages = choose_persistent_programs(nest, device)
         programs = min(programs, row_blocks)
     else:
         programs, num_stages = divide_rows(row_blocks, tuning.MAX_SCALAR_PARTIALS), 1
@@ -114,11 +116,46 @@ def _schedule_single_block(nest: LoopNest, device: DeviceInfo, block: int) -> Gp
     )
 
 
-def choose_persistent_programs(nest: LoopNest, device: DeviceInfo, rows: int) -> tuple[int, int]:
-    """Programs, and pipeline stages of each: more of both for short rows."""
+def _schedule_short_rows(nest: LoopNest, device: DeviceInfo, block: int, rows: int) -> GpuSchedule:
+    """Several rows side by side, with sums over rows (norms of heads): not pipelined.
+
+    Values that are loaded into registers keep the layout of their loads: rows of up to a warp's
+    accesses lie within a warp, and their reductions need no barrier. Through the shared memory of a
+    pipeline, Triton chooses another layout: an element a thread, and all warps in every row. Loads are
+    hidden by other programs of the SM instead.
+    """
+    (grid,), (body,) = nest.grid, nest.body
+    access_bytes = tuning.WARP_SIZE * tuning.ACCESS_BYTES  # of a warp
+    row_bytes = block * max_itemsize(nest)
+    num_warps = max(1, rows * row_bytes // (access_bytes * tuning.SHORT_ROW_ACCESSES))
+    values = len(_row_reads(nest)) + sum(x.role == "column_reduction" for x in nest.locals.values())
+    values += tuning.MASK_VALUES * (size_hint(body.size) < block)
+    values += tuning.SHARED_ROW_VALUES * (row_bytes > access_bytes)
+    points_per_thread = block * rows // (num_warps * tuning.WARP_SIZE)
+    registers = tuning.BASE_REGISTERS + points_per_thread * values
+    resident = tuning.REGISTERS_PER_SM // (registers * num_warps * tuning.WARP_SIZE)
+    least, most = tuning.SHORT_ROW_PROGRAMS_PER_SM
+    programs_per_sm = max(least, min(resident, most))
+    row_blocks = -(-count_points(nest.grid) // rows)
+    return GpuSchedule(
+        "persistent",
+        nest,
+        (grid, body),
+        {grid: rows, body: block},
+        num_programs=divide_rows(row_blocks, programs_per_sm * device.num_cores),
+        num_warps=num_warps,
+    )
+
+
+def _row_reads(nest: LoopNest) -> dict[tuple[str, Index], int]:
+    """The reads of every point of every row, with the bytes of an element."""
     reads = {(t.name, i): t.itemsize for t, i, stores in nest.accesses() if not stores}
-    pipelined = [size for (_, i), size in reads.items() if set(nest.axes) <= i.axes()]
-    row_bytes = max(sum(pipelined) * rows * count_points(nest.body), 1)
+    return {key: size for key, size in reads.items() if set(nest.axes) <= key[1].axes()}
+
+
+def choose_persistent_programs(nest: LoopNest, device: DeviceInfo) -> tuple[int, int]:
+    """Programs that iterate row by row, and pipeline stages of each: more of both for short rows."""
+    row_bytes = max(sum(_row_reads(nest).values()) * count_points(nest.body), 1)
     for limit, programs_per_sm, num_stages in tuning.PERSISTENT_STAGES:
         if row_bytes <= limit:
             if programs_per_sm == 1:
