@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from fulgurite.compile import compile
 from fulgurite.fuser.codegen.triton.kernel import write_kernels
 from fulgurite.fuser.codegen.triton.module import write_module
 from fulgurite.fuser.ir.expression import Operation, walk
@@ -191,3 +193,25 @@ def test_scans_and_single_passes_are_not_resident() -> None:
         lambda x: (x.float() - x.float().amax(-1, keepdim=True)).exp().sum(-1), 50257
     )
     assert online.passes == 1 and not online.resident_blocks
+
+
+def pool(x: torch.Tensor) -> torch.Tensor:
+    return F.adaptive_avg_pool3d(x.reshape(1, 1, -1, 1, x.size(-1)), (3, 1, 2))
+
+
+@needs_compiler
+def test_quotients_have_64_bits() -> None:
+    """ptxas compiles differences of 32-bit quotients that are extended to 64 bits wrong."""
+    (schedule,) = make_schedules(pool, [torch.empty(1, 1, 130)])
+    ptx = compile_schedule(schedule).asm["ptx"]
+    assert "mul.hi.s64" in ptx and "mul.hi.u32" not in ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [130, 7, 64])
+def test_differences_of_quotients_on_a_gpu(size: int) -> None:
+    x = torch.randn(1, 1, size, device="cuda")
+    torch.testing.assert_close(compile(pool)(x), pool(x))
+    n = torch.arange(100, device="cuda")
+    window = lambda n: (n + 3) // 3 - n // 3  # noqa: E731
+    torch.testing.assert_close(compile(window)(n), window(n))

@@ -202,11 +202,27 @@ def to_e5m2(x):
 
 
 @triton.jit
+def hide_range(x):
+    """x, as a value that the compiler knows no bounds of.
+
+    With bounds it divides small 64-bit numbers as 32-bit ones. ptxas (12.8, 12.9) compiles the difference of two
+    such quotients wrong: if the second is 0, the result is negative.
+    """
+    if INTERPRETED or x.dtype.primitive_bitwidth != 64:
+        result = x
+    else:
+        result = tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def int_truncated_divide(a, b):
     if a.dtype.is_int_unsigned():
-        return a // b
+        return hide_range(a) // b
     else:  # Triton compiles code that follows a returning `if`
-        return tl.where(b == -1, -a, a // tl.where(b == -1, 1, b))
+        return tl.where(b == -1, -a, hide_range(a) // tl.where(b == -1, 1, b))
 
 
 @triton.jit
