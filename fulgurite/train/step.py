@@ -135,10 +135,15 @@ class TrainStep:
         with deterministic(self.config.deterministic):
             totals = self.layout.run_microbatches(self.loss_module, batches)
         norm = self.layout.gradient_norm(self.parameters)
-        loss, z_loss, gradient_norm = read_floats(totals.loss, totals.z_loss, norm)
+        # The device waits from here to the next launch, so all that the host reads is read now.
+        loss, z_loss, gradient_norm, tokens = read_floats(
+            totals.loss, totals.z_loss, norm, totals.tokens
+        )
+        load_LE = None if totals.load_LE is None else totals.load_LE.cpu()
         is_finite = math.isfinite(loss) and math.isfinite(gradient_norm)
         if is_finite:
-            clip_gradients(self.parameters, norm, section.clip_norm)
+            if gradient_norm > section.clip_norm:  # otherwise the factor is 1
+                clip_gradients(self.parameters, norm, section.clip_norm)
             self.optimizer.step()
             if self.balance == "bias" and totals.load_LE is not None:
                 update_balance(self.model, totals.load_LE, self._balance_rate(step))
@@ -146,11 +151,11 @@ class TrainStep:
         return StepResult(
             loss,
             z_loss,
-            int(totals.tokens),
+            int(tokens),
             gradient_norm,
             learning_rate(section, step, self.steps),
             not is_finite,
-            None if totals.load_LE is None else totals.load_LE.cpu(),
+            load_LE,
         )
 
     def _balance_rate(self, step: int) -> float:

@@ -220,3 +220,26 @@ def test_gradients_are_clipped():
         for step in (free, tight)
     ]
     assert moments[1] < moments[0] * 1e-2
+
+
+def test_gradients_below_the_limit_are_not_rewritten(monkeypatch):
+    """A factor of 1 would read and write every gradient once more."""
+    step = make_step(optimizer=OptimizerSection(name="adamw", clip_norm=1e9))
+    monkeypatch.setattr("fulgurite.train.step.clip_gradients", None)
+    assert step(0, make_batches(4, 2)).gradient_norm > 0
+
+
+def test_nothing_is_read_after_the_optimizer(monkeypatch):
+    """A read would wait for it on a GPU, and the next step would start late."""
+    step = make_step("Qwen3MoeForCausalLM")
+    update = step.optimizer.step
+
+    def update_and_forbid():
+        update()
+        for name in ("item", "tolist", "cpu", "__int__", "__float__"):
+            monkeypatch.setattr(torch.Tensor, name, None)
+
+    monkeypatch.setattr(step.optimizer, "step", update_and_forbid)
+    result = step(0, make_batches(4, 2))
+    monkeypatch.undo()
+    assert result.tokens > 0 and result.load_LE is not None

@@ -1,8 +1,9 @@
-"""Optimizer steps in one kernel a parameter.
+"""Optimizer steps.
 
-triton_adamw.py          AdamW of bfloat16 weights with master bits
-triton_adamw_packed.py   AdamW with states in 8 or 16 bit, or stochastic rounding
-triton_scale.py          gradients times a factor
+tensor_list.py           many tensors in one launch
+triton_adamw.py          AdamW of bfloat16 weights with master bits, all in one launch
+triton_scale.py          gradients times a factor, all in one launch
+triton_adamw_packed.py   AdamW with states in 8 or 16 bit, or stochastic rounding: a launch a parameter
 """
 
 from __future__ import annotations

@@ -191,27 +191,35 @@ class AdamW(Optimizer):
 
 
 def update_by_kernel(slots: Sequence[Slot], group: dict[str, Any]) -> list[Slot]:
-    """Update parameters on a GPU by one kernel each, where there is one; returns the other slots.
+    """Update parameters on a GPU by a kernel, where there is one; returns the other slots.
 
-    float32 weights with float32 states are among those: torch updates many by one kernel.
+    Those with master bits and float32 states have one for all. float32 weights with float32 states are
+    among the others: torch updates many by one kernel.
     """
     if not slots[0].weight.is_cuda:
         return list(slots)
     numbers = triton_adamw.AdamWStep(
         float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], slots[0].step
     )
-    return [slot for slot in slots if not _run_kernel(slot, numbers)]
+    masters = [make_master(slot) for slot in slots]
+    triton_adamw.adamw_step([master for master in masters if master is not None], numbers)
+    others = [slot for slot, master in zip(slots, masters, strict=True) if master is None]
+    return [slot for slot in others if not _run_packed_kernel(slot, numbers)]
 
 
-def _run_kernel(slot: Slot, numbers: triton_adamw.AdamWStep) -> bool:
+def make_master(slot: Slot) -> triton_adamw.MasterWeight | None:
+    """The tensors of `triton_adamw.adamw_step`; None: another kernel's."""
+    low = slot.state.get("master_low")
+    if low is None:
+        return None
     first, second = (read_local(slot.state[name]) for name in MOMENTS)
-    if slot.weight.dtype == first.dtype == torch.float32:
+    master = triton_adamw.MasterWeight(slot.weight, read_local(low), slot.gradient, first, second)
+    return master if master.can_run() else None
+
+
+def _run_packed_kernel(slot: Slot, numbers: triton_adamw.AdamWStep) -> bool:
+    if slot.weight.dtype == read_local(slot.state[MOMENTS[0]]).dtype == torch.float32:
         return False
-    if "master_low" in slot.state:
-        low = read_local(slot.state["master_low"])
-        if triton_adamw.can_run(slot.weight, low, slot.gradient, first, second):
-            triton_adamw.adamw_step(slot.weight, low, slot.gradient, first, second, numbers)
-            return True
     packed = make_packed(slot)
     if not triton_adamw_packed.can_run(*packed):
         return False

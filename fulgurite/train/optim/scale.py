@@ -27,15 +27,14 @@ def scale_tensors(tensors: Sequence[Tensor], factor: Tensor) -> None:
         if dtype == torch.float64:
             torch._foreach_mul_(group, local.double())
         elif dtype == torch.bfloat16 and device.type == "cuda":
-            for tensor in group:
-                _scale_bfloat16(tensor, local)
+            _scale_bfloat16(group, local)
         else:
             found_inf = torch.zeros(1, device=device)  # nobody reads it: the norm tells
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, local)
 
 
-def _scale_bfloat16(tensor: Tensor, factor: Tensor) -> None:
-    if tensor.is_contiguous():
-        scale_in_place(tensor, factor)
-    else:
-        tensor.copy_(tensor.float() * factor)
+def _scale_bfloat16(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    scale_in_place([x for x in tensors if x.is_contiguous()], factor)
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            tensor.copy_(tensor.float() * factor)
