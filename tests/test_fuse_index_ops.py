@@ -27,7 +27,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "bincount with weights": lambda i, x, y: torch.bincount(i, y[:, 0], minlength=12).cumsum(0),
     "embedding_bag": lambda i, x, y: F.embedding_bag(i, x, torch.arange(0, 6, 2)) + 1,
     "index_put": lambda i, x, y: x.index_put((i,), y * 2, accumulate=True),
-    "index_put of pairs": lambda i, x, y: x.index_put((i[:, None], i % 5), y[0, 0], accumulate=True),
+    "index_put of pairs": lambda i, x, y: x.index_put(
+        (i[:, None], i % 5), y[0, 0], accumulate=True
+    ),
     "index_put of a row": lambda i, x, y: x.index_put((i[: i.shape[0] // 2],), y[0], True),
     "index_reduce": lambda i, x, y: x.index_reduce(0, i, y, "amax") + 1,
     "index_reduce mean": lambda i, x, y: x.index_reduce(0, i, y, "mean", include_self=False),

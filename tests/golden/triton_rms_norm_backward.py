@@ -17,14 +17,14 @@ import triton.language as tl
 # mul_4[i0,i1] = (rsqrt[i0] * sub[i0,i1])
 # mul_5[i0,i1] = (arg0_1[i0,i1] * mul[i0,i1])
 # sum_1[i1] = sum_r0 mul_5[r0,i1]
-# persistent: i<4096 x j<512, blocks of 2 i x 512 j, 4 warps, 683 programs
+# persistent: i<4096 x j<512, blocks of 2 i x 512 j, 2 warps, 256 programs, 4 stages
 @triton.jit
 def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_partials):
     program = tl.program_id(0)
     j = tl.arange(0, 512)[None, :]
     arg2_1_j = tl.load(arg2_1 + j)
     sum_1_partial = tl.full([2, 512], 0.0, tl.float32)
-    for i0 in range(program * 2, 4096, 1366):
+    for i0 in tl.range(program * 2, 4096, 512, num_stages=4):
         i = (i0 + tl.arange(0, 2))[:, None]
         arg1_1_ij = tl.load(arg1_1 + i * 512 + j)
         arg0_1_ij = tl.load(arg0_1 + i * 512 + j)
@@ -48,19 +48,11 @@ def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_partials):
     tl.store(sum_1_partials + program * 512 + j, sum_1_partial)
 
 
-# combine: j<512 x t<683, blocks of 256 t x 16 j, 8 warps, 1 pass over t
+# combine: j<512 x t<256, blocks of 256 t x 16 j, 8 warps
 @triton.jit
 def pow_mean_rsqrt_0_combine(sum_1_partials, sum_1_out):
     j = (tl.program_id(0) * 16 + tl.arange(0, 16))[None, :]
-    sum_1_acc = tl.full([256, 16], 0.0, tl.float32)
-    for t0 in range(0, 512, 256):
-        t = (t0 + tl.arange(0, 256))[:, None]
-        sum_1_partials_jt = tl.load(sum_1_partials + j + t * 512)
-        sum_1_acc += sum_1_partials_jt
-    for t0_2 in range(512, 683, 256):
-        t = (t0_2 + tl.arange(0, 256))[:, None]
-        t_mask = t < 683
-        sum_1_partials_jt_2 = tl.load(sum_1_partials + j + t * 512, mask=t_mask)
-        sum_1_acc += tl.where(t_mask, sum_1_partials_jt_2, 0.0)
-    sum_1 = tl.sum(sum_1_acc, 0, keep_dims=True)
+    t = tl.arange(0, 256)[:, None]
+    sum_1_partials_jt = tl.load(sum_1_partials + j + t * 512)
+    sum_1 = tl.sum(sum_1_partials_jt, 0, keep_dims=True)
     tl.store(sum_1_out + j, sum_1)

@@ -166,8 +166,9 @@ class _BagLookup:
         if not isinstance(start, IndexValue):
             return None
         step = start.index.coefficient(bag)
-        is_multiple = step is not None and start.index == indices.from_atom(bag) * step
-        return step if is_multiple and step * self.num_bags == self.count else None
+        if step is None or start.index != indices.from_atom(bag) * step:
+            return None
+        return step if step * self.num_bags == self.count else None
 
     def is_padding(self, k: Index) -> Expression:
         row = convert_dtype(self.rows.load_at([k]), INT)

@@ -134,9 +134,11 @@ class LoopNest:
         parts: list[Index | Expression] = [axis.size for axis in self.axes]
         for local in self.locals.values():
             parts += [local.expression] if local.rank is None else [local.expression, local.rank]
-        for write in (*self.stores, *self.tables):
-            parts += [write.index, write.value]
-        return set().union(*(part.symbols() for part in parts))
+        for store in self.stores:
+            parts += [store.index, store.value]
+        for table in self.tables:
+            parts += [table.index, table.value]
+        return {symbol for part in parts for symbol in part.symbols()}
 
     def is_local(self, load: Load) -> bool:
         """Whether a load reads a local, not memory."""

@@ -120,13 +120,16 @@ MAX_PERSISTENT_WARPS = 8  # of rows that are not longer; MAX_WARPS of longer one
 MAX_PERSISTENT_PROGRAMS_PER_SM = 4
 PERSISTENT_ROW_BLOCK, PERSISTENT_ROW_WARPS = 4096, 8
 PERSISTENT_POINTWISE_BLOCK = 1024
+# Rows, padded, of these bytes are not pipelined: on an H200 (`benchmarks/sweep_short_rows.py`) 76 to 97% of the copy
+# bandwidth instead of 36 to 87%; others lose up to 12% by it.
+SHORT_ROW_BYTES = (128, 512)
 # Several short rows an iteration: accesses of a thread to each tensor; programs of an SM, least and most.
 SHORT_ROW_ACCESSES, SHORT_ROW_PROGRAMS_PER_SM = 2, (4, 8)
 # All of these programs are to be resident. Registers of a thread: a base, and one for each of its points
 # and value: reads, sums over rows, and so many more where rows are masked, or reduced by several warps.
 # Norms' backward over rows of 32 to 1024, compiled for an H200 (Triton 3.6), takes 48 to 128.
 BASE_REGISTERS, MASK_VALUES, SHARED_ROW_VALUES, REGISTERS_PER_SM = 32, 2, 2, 1 << 16
-# Programs per SM and pipeline stages by the bytes of the row that one iteration loads: the fastest
+# Programs per SM and pipeline stages by the bytes of the rows that one iteration loads: the fastest
 # on an H200 (`benchmarks/sweep_triton.py sizes`). Longer rows: one program and one stage.
 PERSISTENT_STAGES = (
     # bytes, programs per SM, num_stages

@@ -30,15 +30,15 @@ def schedule_case(name: str, width: int, dtype: torch.dtype) -> GpuSchedule:
 @needs_compiler
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(32, BF16), (64, BF16), (64, F32), (96, BF16), (128, BF16), (768, BF16)]
+    ("width", "dtype"), [(64, F32), (96, BF16), (128, BF16), (128, F32), (256, BF16)]
 )
 def test_rows_lie_within_warps(name: str, width: int, dtype: torch.dtype) -> None:
-    """No barrier where a row is one access of a warp or less, and few shuffles: no other layout."""
+    """No barrier, since a row is one access of a warp or less, and few shuffles: no other layout."""
     schedule = schedule_case(name, width, dtype)
+    assert schedule.num_stages == 1
     kernel = compile_schedule(schedule)
     loop = find_loop(kernel.asm["ptx"])
-    is_within = width * dtype.itemsize <= 512
-    assert ("bar.sync" in loop) == (not is_within)
+    assert "bar.sync" not in loop
     reductions = 1 if name == "rms_norm" else 2
     assert loop.count("shfl.sync") <= 24 * reductions
     assert "convert_layout" not in kernel.asm["ttgir"].partition("scf.for")[2].partition("yield")[0]
@@ -47,7 +47,7 @@ def test_rows_lie_within_warps(name: str, width: int, dtype: torch.dtype) -> Non
 @needs_compiler
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(64, BF16), (96, BF16), (192, F32), (256, F32), (512, BF16), (768, BF16)]
+    ("width", "dtype"), [(64, F32), (96, BF16), (100, F32), (128, F32), (192, BF16), (256, BF16)]
 )
 def test_all_programs_are_resident(
     name: str, width: int, dtype: torch.dtype, tmp_path: Path
@@ -59,6 +59,12 @@ def test_all_programs_are_resident(
     programs_per_sm = -(-schedule.num_programs // H200.num_cores)
     assert programs_per_sm * schedule.num_warps * 32 * registers <= REGISTERS
     assert programs_per_sm >= 4, "loads are hidden by other programs"
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(32, BF16), (64, BF16), (256, F32), (512, BF16)])
+def test_shorter_and_longer_rows_are_pipelined(width: int, dtype: torch.dtype) -> None:
+    """Measured: these lose by the schedule of short rows."""
+    assert schedule_case("rms_norm", width, dtype).num_stages > 1
 
 
 def find_loop(ptx: str) -> str:

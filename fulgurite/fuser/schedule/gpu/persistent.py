@@ -91,10 +91,12 @@ def _schedule_single_block(nest: LoopNest, device: DeviceInfo, block: int) -> Gp
     rows = min(tuning.MIN_ROW_BYTES // (block * max_itemsize(nest)), next_power_of_two(count))
     rows = max(1, rows)
     row_blocks = -(-count // rows)
-    if _sums_rows(nest) and rows > 1:
+    low, high = tuning.SHORT_ROW_BYTES
+    is_short = low < block * max(_row_reads(nest).values(), default=0) <= high
+    if _sums_rows(nest) and rows > 1 and is_short:
         return _schedule_short_rows(nest, device, block, rows)
     if _sums_rows(nest):
-        programs, num_stages = choose_persistent_programs(nest, device)
+        programs, num_stages = choose_persistent_programs(nest, device, rows)
         programs = min(programs, row_blocks)
     else:
         programs, num_stages = divide_rows(row_blocks, tuning.MAX_SCALAR_PARTIALS), 1
@@ -153,9 +155,9 @@ def _row_reads(nest: LoopNest) -> dict[tuple[str, Index], int]:
     return {key: size for key, size in reads.items() if set(nest.axes) <= key[1].axes()}
 
 
-def choose_persistent_programs(nest: LoopNest, device: DeviceInfo) -> tuple[int, int]:
-    """Programs that iterate row by row, and pipeline stages of each: more of both for short rows."""
-    row_bytes = max(sum(_row_reads(nest).values()) * count_points(nest.body), 1)
+def choose_persistent_programs(nest: LoopNest, device: DeviceInfo, rows: int) -> tuple[int, int]:
+    """Programs, and pipeline stages of each: more of both for short rows."""
+    row_bytes = max(sum(_row_reads(nest).values()) * rows * count_points(nest.body), 1)
     for limit, programs_per_sm, num_stages in tuning.PERSISTENT_STAGES:
         if row_bytes <= limit:
             if programs_per_sm == 1:
