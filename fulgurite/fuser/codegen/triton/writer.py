@@ -307,7 +307,9 @@ class KernelWriter:
         """The value of a store, in the dtype that it is stored in where Triton can't convert it."""
         value = self.body.print_expression(store.value)
         is_converted = store.tensor.dtype in TO_FLOAT8
-        if isinstance(store.value, Constant) and (is_converted or store.value.dtype == torch.float64):
+        if isinstance(store.value, Constant) and (
+            is_converted or store.value.dtype == torch.float64
+        ):
             # to a store, an untyped literal is a float32
             value = typed_literal(store.value.value, store.value.dtype)
         if is_converted:
