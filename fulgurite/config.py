@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENV_VARS = {
-    "FULGURITE_VERIFY": "1: verify every trace after every transform (as the tests do)",
+    "FULGURITE_VERIFY": "1: verify every trace, and schemas of custom operators when they run (as the tests do)",
     "FULGURITE_STRICT": "1: raise where a region or a step would fall back to torch (as the tests do)",
     "FULGURITE_LOG": "debug, info or warning: print log messages to stderr, with the rank",
     "FULGURITE_LOG_FORMAT": "text or json: one line of text, or one JSON object, a log message",

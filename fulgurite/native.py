@@ -48,6 +48,9 @@ FLAGS = (
 GCC_FLAGS = (
     "-fno-thread-jumps",  # keeps a clamp as two selects instead of three paths through the loop
     "-fno-tree-pre",
+    # For some CPUs g++ leaves out FMAs in chains of additions, in one unrolled tile and not in another. Then
+    # the bits of a row of a GEMM would depend on how many other rows there are.
+    "--param=avoid-fma-max-bits=0",
 )
 # For sources that start with GUARDED_LOADS: loads that a condition guards become masked loads in vector
 # loops. g++ 12 replaces a masked load's address, which is computed before the loop, by an expression of the

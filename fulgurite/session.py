@@ -74,6 +74,7 @@ from fulgurite.transforms.convolution_bias import (
     has_biased_convolutions,
     split_convolution_bias,
 )
+from fulgurite.transforms.false_schemas import find_false_schemas, has_custom_ops
 from fulgurite.transforms.pack_weights import has_library_calls, pack_weights
 from fulgurite.transforms.remat import SavedBytes, make_partitioner
 from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
@@ -334,6 +335,8 @@ class Session:
         plan = self.plan_cuda_graph(record, trace)
         if plan is not None and plan.should_split(trace):
             trace = self.run_step(record, "cudagraph", plan.split, trace, "optional")
+        if settings().verify and has_custom_ops(trace):
+            trace = self.run_step(record, find_false_schemas.name, find_false_schemas, trace)
         for transform in options.transforms_in("after_claim"):
             trace = self.run_step(record, transform.name, transform, trace, "user")
         return trace

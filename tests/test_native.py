@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import shutil
 import subprocess
 import sys
@@ -182,3 +183,29 @@ def test_kernels_built_by_clang(monkeypatch: pytest.MonkeyPatch, threads: bool) 
     x = torch.randn(67, 129)
     for function in (lambda x: (x.t() + 1).contiguous(), lambda x: torch.softmax(x, -1)):
         torch.testing.assert_close(fulgurite.fuse(function)(x), function(x))
+
+
+CHAIN = """
+typedef float vec __attribute__((vector_size(64)));
+#pragma GCC optimize("fp-contract=fast")
+extern "C" vec chain(const vec* a, const float* x, long n) {
+  vec total = {};
+  for (long i = 0; i < n; ++i) total = total + a[i] * x[i];
+  return total;
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 instructions")
+def test_multiply_adds_are_fused_where_a_tuning_would_avoid_it(tmp_path: Path) -> None:
+    """g++ leaves FMAs out of chains for some CPUs: a row's bits would depend on the unrolled tile."""
+    path = native.find_compiler()
+    if path is None or native.is_clang(path) or " fma " not in native.cpu_fingerprint():
+        pytest.skip("needs g++ and a CPU with FMA")
+    source, target = tmp_path / "chain.cpp", tmp_path / "chain.s"
+    source.write_text(CHAIN)
+    line = native.compile_command(path, source, target)
+    tuned = [line[0], "--param=avoid-fma-max-bits=512", *line[1:], "-S"]
+    subprocess.run([f for f in tuned if f != "-shared"], check=True)
+    text = target.read_text()
+    assert "vfmadd" in text and "vmulps" not in text

@@ -14,6 +14,7 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
   gives an offset past the end, which a later `as_strided` counts from.
 - `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
+- The gradient of `F.affine_grid` takes symbolic sizes: torch's own takes numbers only.
 - Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs
   (`mixed_norms.py`).
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
@@ -100,6 +101,8 @@ def install() -> None:
     _correct_mixed_norms()
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
     shuffle = torch.ops.aten.channel_shuffle.default
+    grid_backward = torch.ops.aten.affine_grid_generator_backward.default
+    _compute_when_traced(grid_backward, _affine_grid_backward)
     _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
     _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
@@ -118,6 +121,12 @@ def install() -> None:
 def _use_kernel_when_traced(op: OpOverload) -> None:
     """Trace an op as itself, not as the decomposition that torch has for it."""
     op.py_kernels.pop(DispatchKey.Autograd, None)
+    op._dispatch_cache.clear()
+
+
+def _compute_when_traced(op: OpOverload, rule: Callable[..., Any]) -> None:
+    """Trace an op that torch computes by others as the ops of `rule`."""
+    op.py_kernels[DispatchKey.CompositeImplicitAutograd] = rule
     op._dispatch_cache.clear()
 
 
@@ -181,6 +190,16 @@ def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     if offset and guard_or_false(result.shape[-1] == 0):
         return self.as_strided(result.shape, result.stride(), self.storage_offset())
     return result
+
+
+def _affine_grid_backward(grad: Tensor, size: list[Any], align_corners: bool) -> Tensor:
+    """The sum over positions p of outer(grad[p], grid[p])."""
+    is_image = len(size) == 4
+    make = decompositions._make_base_grid_4d if is_image else decompositions._make_base_grid_5d
+    grid = make(grad, *size[2:], align_corners)
+    positions = grid.reshape(-1, grid.shape[-1])
+    rows = grad.reshape(grad.shape[0], positions.shape[0], grad.shape[-1])
+    return (positions.t() @ rows).transpose(1, 2)
 
 
 def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Tensor:

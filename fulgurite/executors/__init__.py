@@ -14,6 +14,7 @@ each region is one call of its executor.
     torch.py         every op as a call of torch     pooled_matmul.py  CPU matmuls into pooled memory
     fuser.py         regions as generated kernels    inductor.py       regions through TorchInductor
     cudnn.py         attention by cuDNN's frontend
+    transformer_engine.py  linears in FP8 by TransformerEngine
     cudagraph.py     parts of a final trace as CUDA graphs
     load.py          @region, @subgraph of a printed trace
 """
@@ -26,8 +27,9 @@ from fulgurite.executors.inductor import INDUCTOR
 from fulgurite.executors.load import region, subgraph, unprintable
 from fulgurite.executors.regions import lower_trace
 from fulgurite.executors.torch import TORCH
+from fulgurite.executors.transformer_engine import TRANSFORMER_ENGINE
 
-BUILT_IN = [TORCH, FUSER, INDUCTOR, CUDNN]
+BUILT_IN = [TORCH, FUSER, INDUCTOR, CUDNN, TRANSFORMER_ENGINE]
 for _executor in BUILT_IN:
     register_executor(_executor)
 

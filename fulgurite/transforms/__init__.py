@@ -16,6 +16,7 @@ after autograd (on functional ATen graphs), or after claiming (each call has its
     pack_weights.py     convolutions and linears with packed weights on the CPU
                         (library_calls.py: which ones; layouts.py: channels-last)
     fp8.py              FP8 training
+    false_schemas.py    catch custom operators that mutate an argument against their schema
     nonfinite.py, annotation.py, op_times.py   debugging and profiling, on top of instrument.py
 """
 

@@ -46,7 +46,10 @@ class Matmul:
 
 
 def find_matmul(node: fx.Node) -> Matmul | None:
-    """The matmul that a node computes, None for other ops."""
+    """The matmul that a node computes, None for other ops.
+
+    A convolution is one if its windows are single elements: x @ weight at each position.
+    """
     reader = MATMULS.get(node.target if node.op in ("call_function", "call_method") else None)
     if reader is not None:
         return reader(node)
@@ -165,6 +168,16 @@ def _read_listed(node: fx.Node) -> Matmul:
     return _unfit(None, f"{name} is not replaced; write it as linear or x @ weight")
 
 
+def _read_convolution(node: fx.Node) -> Matmul | None:
+    """Convolutions with windows of one element, the only ones that are matmuls of their input."""
+    weight = _named_arguments(node, "input", "weight").get("weight")
+    value = value_of(weight)
+    if not isinstance(value, Tensor) or any(size != 1 for size in value.shape[2:]):
+        return None
+    ones = "×".join("1" for _ in value.shape[2:])
+    return _unfit(weight, f"a {ones} convolution; write it as linear over the channels")
+
+
 def _read_batched(node: fx.Node) -> Matmul:
     matmul = _matmul_with_bias(node.args[-2], node.args[-1], None)
     return Matmul(matmul.weight, matmul.build, "a batched matmul")
@@ -243,7 +256,7 @@ LISTED_FORMS = (
     torch.bilinear,
     *("inner", "mv", "addmv", "addbmm"),
 )
-MATMULS: dict[Any, Callable[[fx.Node], Matmul]] = {
+MATMULS: dict[Any, Callable[[fx.Node], Matmul | None]] = {
     torch._C._nn.linear: _read_linear,
     operator.matmul: _read_matmul,
     operator.imatmul: _read_matmul,
@@ -263,6 +276,7 @@ MATMULS: dict[Any, Callable[[fx.Node], Matmul]] = {
     F.grouped_mm: _read_grouped_mm,
     torch._grouped_mm: _read_grouped_mm,
     torch.ops.fulgurite.grouped_gemm.default: _read_grouped_gemm,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _read_convolution),
     **dict.fromkeys(LISTED_FORMS, _read_listed),
 }
 

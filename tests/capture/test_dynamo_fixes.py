@@ -310,3 +310,19 @@ def test_zero_keeps_strides():
 
     x = torch.randn(3, 2).t()
     assert fulgurite.compile(program)(x).stride() == program(x).stride() == (1, 2)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_gradient_of_affine_grids_of_symbolic_sizes(dims: int, align_corners: bool) -> None:
+    def grid(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.affine_grid(theta, x.shape, align_corners=align_corners) * 2
+
+    compiled = fulgurite.compile(grid, dynamic=True)
+    for batch, size in ((2, 5), (3, 4), (2, 7)):
+        theta = torch.randn(batch, dims, dims + 1, requires_grad=True)
+        x = torch.randn(batch, 1, *range(size, size + dims))
+        found, expected = (
+            torch.autograd.grad(f(theta, x).square().sum(), theta)[0] for f in (compiled, grid)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)

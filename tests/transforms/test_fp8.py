@@ -227,6 +227,18 @@ def test_einsums_of_weights_and_forms_that_are_listed():
     assert count(compiled, "forward", "scaled_mm") == 4
 
 
+def test_convolutions_of_single_elements_are_listed():
+    """They are matmuls; those with larger windows are not."""
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 3), nn.Flatten(2), nn.Conv1d(16, 16, 1)
+    )
+    compiled = fulgurite.compile(model, transforms=[fp8_training()])
+    compiled(torch.randn(2, 16, 5, 5)).sum().backward()
+    (note,) = [line for line in str(compiled.explain()).splitlines() if "fp8 rowwise" in line]
+    assert "0 matmuls" in note and note.count("convolution") == 2
+    assert "a 1×1 convolution; write it as linear over the channels" in note
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_every_form_of_a_matmul_on_a_gpu(recipe):

@@ -226,7 +226,8 @@ class FusedRegion:
         """Raise what torch raises for these arguments: its own type and text; else `error`."""
         is_converted = any(t.is_view_as_real for t in self.region.inputs)
         if self.reference is not None and not is_converted:
-            self.reference(*arguments)
+            # not its __call__: a GraphModule prints the traceback of what it raises
+            getattr(self.reference, "forward", self.reference)(*arguments)
         raise error
 
     def _write_argument_setup(self, lines: list[str]) -> None:

@@ -1,5 +1,5 @@
 // SIMD vectors of sixteen floats, in the vector extensions of GCC and Clang: any instruction set. Multiply-adds
-// may be contracted to FMAs here. Generated kernels don't allow that, nor do kernels that define ROUND_EACH_STEP.
+// are contracted to FMAs here where the CPU has them, in every tile (see GCC_FLAGS of native.py). Generated kernels don't allow that, nor do kernels that define ROUND_EACH_STEP.
 
 #if defined(ROUND_EACH_STEP)
 #elif defined(__clang__)
