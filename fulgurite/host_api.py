@@ -321,7 +321,8 @@ def _training_values() -> list[Any]:
     return [
         *(False, list, tuple),
         *("_version", "call_inputs", "to_save", "sizes", "saved_tensors", "non_differentiable"),
-        *("_materialize_non_diff_grads", "maybe_clear_saved_tensors", "backward", "context"),
+        *("_materialize_non_diff_grads", "materialize_grads"),
+        *("maybe_clear_saved_tensors", "backward", "context"),
         torch._C._are_functorch_transforms_active,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._is_any_autocast_enabled,

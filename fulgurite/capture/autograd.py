@@ -80,8 +80,7 @@ def run_aot_autograd(
         return restore_alias_offsets(graph, training.forward)
 
     def build_backward(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
-        training.backward = backward(graph)
-        return training.backward
+        return training.build_backward(graph, backward)
 
     def build_inference(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
         functional.append(graph)

@@ -36,10 +36,11 @@ def run_captured_backward(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs, results = rerun_with_autograd(call, [x for x in call.values if needs_gradient(x)])
+        known = [k for k in outputs if gradients[k] is not None]
         found = torch.autograd.grad(
-            [results[k] for k in outputs],
+            [results[k] for k in known],
             inputs,
-            [gradients[k] for k in outputs],
+            [gradients[k] for k in known],
             create_graph=create_graph,
             allow_unused=True,
         )

@@ -36,7 +36,8 @@ from fulgurite.capture.double_backward import (
     run_differentiable,
 )
 from fulgurite.capture.training_native import make_native_backward, make_native_forward
-from fulgurite.capture.training_signature import TrainingSignature, read_signature
+from fulgurite.capture.training_signature import Tangent, TrainingSignature, read_signature
+from fulgurite.capture.unused_outputs import BackwardGraphs, find_missing
 from fulgurite.host_api import load_library, make_unsafe_view
 
 BoxedFunction = Callable[[list[Any]], Any]
@@ -62,7 +63,9 @@ class TrainingGraphs:
     backward_module: fx.GraphModule | None = None  # as partitioned, before it is built
     signature: TrainingSignature | None = None
     forward: RunnableGraph | None = None
-    backward: RunnableGraph | None = None  # built when it is first needed
+    backward: RunnableGraph | None = None  # with all tangents; built when it is first needed
+    backward_graphs: BackwardGraphs | None = None  # without the tangents that have no gradient
+    missing: tuple[int, ...] = ()  # tangents without a gradient in the call that builds the first graph
 
     def read_signature(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> None:
         metadata = TracingContext.get().fw_metadata
@@ -74,6 +77,27 @@ class TrainingGraphs:
         if self.backward_module is not None and metadata is not None and self.grad_enabled:
             self.signature = read_signature(forward, self.backward_module, metadata, inputs)
         self.backward_module = None
+
+    def build_backward(
+        self, module: fx.GraphModule, build: Callable[[fx.GraphModule], RunnableGraph]
+    ) -> Callable[[list[Any]], Any]:
+        """Build the backward graph that is needed now. AOTAutograd calls the result."""
+        if self.signature is None or not self.signature.may_miss_gradients:
+            self.backward = build(module)
+            return self.backward
+        self.backward_graphs = BackwardGraphs(module, len(self.signature.tangents), build)
+        self.find_backward(self.missing)
+        return self.backward_graphs
+
+    def find_backward(self, missing: tuple[int, ...]) -> RunnableGraph | None:
+        """The backward graph without these tangents; None before AOTAutograd has built one."""
+        if self.backward_graphs is None:
+            self.missing = missing
+            return self.backward
+        graph: RunnableGraph = self.backward_graphs.find(missing)
+        if not missing:
+            self.backward = graph
+        return graph
 
     def call(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """The graph as TorchDynamo calls it; `wrapped` is the graph inside AOTAutograd's wrappers."""
@@ -102,9 +126,10 @@ def call_training_graph(
             node = find_aot_node(results)
             if node is not None:
                 node.call_inputs = kept
+                node.materialize_grads = not signature.may_miss_gradients
                 function = type(node)._forward_cls
                 if apply is None:
-                    extend_aot_backward(function, [each.output for each in signature.tangents])
+                    extend_aot_backward(graphs, signature.tangents, function)
                     cell[0] = make_function(graphs, signature, function._backward_impl)
         return results
 
@@ -112,28 +137,47 @@ def call_training_graph(
     return call if library is None else library.make_callable("call_training", (cell, call))
 
 
-def extend_aot_backward(function: Any, outputs: Sequence[int]) -> None:
+def extend_aot_backward(
+    graphs: TrainingGraphs, tangents: Sequence[Tangent], function: Any
+) -> None:
     """Let AOTAutograd's autograd function, which runs the first call, do what `backward` below does.
 
-    It takes batched gradients, and is differentiable. AOTAutograd's own hook for that is not called if
-    neither gradients nor saved tensors require gradients (torch 2.11).
-
-    outputs   those with gradients
+    It takes batched gradients, outputs without a gradient, and is differentiable. AOTAutograd's own hook for
+    the last is not called if neither gradients nor saved tensors require gradients (torch 2.11).
     """
     run_aot: Callable[..., Any] = function.backward
+    outputs = [tangent.output for tangent in tangents]
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        is_batched = is_inside_vmap()
-        if not is_batched and not torch.is_grad_enabled():
-            return run_aot(ctx, *gradients)
         is_boxed = len(gradients) == 1 and type(gradients[0]) is list
         given = gradients[0] if is_boxed else gradients
-        if is_batched:
+        found = [given[k] for k in outputs]
+        missing = find_missing(found)
+        if is_inside_vmap():
             return run_captured_backward(ctx.call_inputs, outputs, given)
-        run, taken = partial(run_aot, ctx, *gradients), [given[k] for k in outputs]
-        return run_differentiable(ctx.call_inputs, run, outputs, taken)
+        run = partial(run_without, ctx, given, missing) if missing else partial(run_aot, ctx)
+        if not torch.is_grad_enabled():
+            del found, given
+            return run(*gradients)
+        taken = [k for k, gradient in zip(outputs, found, strict=True) if gradient is not None]
+        values = [gradient for gradient in found if gradient is not None]
+        return run_differentiable(ctx.call_inputs, partial(run, *gradients), taken, values)
+
+    def run_without(ctx: Any, given: Any, missing: tuple[int, ...], *_: Any) -> tuple[Any, ...]:
+        if len(missing) == len(outputs):
+            return (None,) * len(ctx.needs_input_grad)
+        values = [coerce_gradient(tangent, given[tangent.output]) for tangent in tangents]
+        graphs.find_backward(missing)
+        return tuple(function._backward_impl(ctx, [*ctx.symints, *ctx.saved_tensors, *values]))
 
     function.backward = staticmethod(backward)
+
+
+def coerce_gradient(tangent: Tangent, gradient: Any) -> Any:
+    """The gradient in the layout that the backward graph was traced with. Autograd has checked the rest."""
+    if type(gradient) is Tensor and gradient.stride() == tangent.stride:
+        return gradient
+    return gradient if gradient is None else tangent.coerce(gradient)
 
 
 def _is_functorch_tensor(value: Any) -> bool:
@@ -162,13 +206,14 @@ def make_function(
     first_saved, num_sizes = signature.num_outputs, signature.num_sizes
     non_differentiable, unsafe_views = signature.non_differentiable, signature.unsafe_views
     keeps_inputs = not graphs.captured.reason
-    expected_gradients = [(each.output, each.stride, each.coerce) for each in signature.tangents]
+    tangents, materializes = signature.tangents, not signature.may_miss_gradients
     autocast = graphs.autocast
     forbids_deterministic = signature.forbids_deterministic
 
     captured, taken = graphs.captured, [tangent.output for tangent in signature.tangents]
 
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(materializes)
         if keeps_inputs:
             ctx.call_inputs = (inputs, read_versions(inputs))
         results = forward_graph.run([*inputs])
@@ -196,32 +241,38 @@ def make_function(
         del gradients
         if is_inside_vmap():
             return run_captured_backward(CallInputs(captured, *ctx.call_inputs), taken, given)
-        arguments = [*ctx.sizes, *ctx.saved_tensors] if num_sizes else [*ctx.saved_tensors]
-        for output, stride, coerce in expected_gradients:
-            gradient = given[output]
-            # autograd has checked the shape and the dtype
-            if type(gradient) is not Tensor or gradient.stride() != stride:
-                gradient = coerce(gradient)
-            arguments.append(gradient)
-            del gradient
+        found = [coerce_gradient(tangent, given[tangent.output]) for tangent in tangents]
         if boxed is not None:
             boxed.clear()
         del given
+        missing = find_missing(found)
+        if len(missing) == len(tangents):
+            return (None,) * len(ctx.needs_input_grad)
+        arguments = [*ctx.sizes, *ctx.saved_tensors] if num_sizes else [*ctx.saved_tensors]
+        arguments += found
+        del found
         _check_backward_state(forbids_deterministic)
         call_inputs = ctx.call_inputs
         if not _keeps_graph():
             ctx.call_inputs = None
         if torch.is_grad_enabled():
-            tangents = arguments[len(arguments) - len(taken) :]
+            first = len(arguments) - len(tangents)
+            known = [k for k in range(len(tangents)) if k not in missing]
+            outputs = [taken[k] for k in known]
             call = CallInputs(captured, *call_inputs)
-            return run_differentiable(call, lambda: run_backward(ctx, arguments), taken, tangents)
-        return run_in_context(run_backward, ctx, arguments)
+            run = partial(run_backward, ctx, arguments, missing)
+            return run_differentiable(call, run, outputs, [arguments[first + k] for k in known])
+        return run_in_context(run_backward, ctx, arguments, missing)
 
-    def run_backward(ctx: Any, arguments: list[Any]) -> tuple[Any, ...]:
-        graph = graphs.backward
+    def run_backward(ctx: Any, arguments: list[Any], missing: tuple[int, ...]) -> tuple[Any, ...]:
+        graph = graphs.find_backward(missing) if missing else graphs.backward
+        if graph is None:
+            graph = graphs.find_backward(missing)
         if graph is None:  # AOTAutograd builds it now
             return tuple(run_aot_backward(ctx, arguments))
         ctx.maybe_clear_saved_tensors()
+        if missing:
+            arguments = [value for value in arguments if value is not None]
         if autocast or _is_any_autocast_enabled():
             with _DisableAutocast():
                 return tuple(graph.run(arguments))

@@ -56,7 +56,8 @@ def _pack_state(
         *map(id, objects),
         *(signature.num_outputs, signature.num_sizes, len(signature.tangents)),
         *(len(signature.non_differentiable), len(signature.unsafe_views)),
-        *(not graphs.captured.reason, signature.forbids_deterministic),
+        *(not graphs.captured.reason, signature.may_miss_gradients),
+        signature.forbids_deterministic,
         *signature.non_differentiable,
         *signature.unsafe_views,
     ]

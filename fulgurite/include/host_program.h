@@ -104,7 +104,7 @@ struct Api {
   // for include/training_call.h
   Object false_, list_type, tuple_type;
   Object version_key, call_inputs_key, to_save_key, sizes_key, saved_tensors_key, non_differentiable_key;
-  Object materialize_key, clear_saved_key, backward_key, context_key;
+  Object materialize_key, materialize_all_key, clear_saved_key, backward_key, context_key;
   Object has_functorch_transforms, functorch_stack, has_autocast, is_deterministic, keeps_graph;
   Object is_view, detach, unsafe_view, has_thread_object, get_thread_object;
   // for include/launch_plan.h

@@ -8,7 +8,7 @@ struct Training {
   Object python_backward;
   Object read_versions;    // of the inputs, where one is no plain tensor
   int64_t num_outputs, num_sizes, num_tangents, num_non_differentiable, num_unsafe_views;
-  int64_t keeps_inputs, forbids_deterministic;
+  int64_t keeps_inputs, may_miss_gradients, forbids_deterministic;
   // non-differentiable outputs..., unsafe views..., (output, coerce, rank or -1, strides...) of each tangent...
   const int64_t* non_differentiable() const { return (const int64_t*)(this + 1); }
   const int64_t* unsafe_views() const { return non_differentiable() + num_non_differentiable; }
@@ -152,6 +152,7 @@ EXPORT Object run_training_forward(Object self, Object const* arguments, int64_t
   const Training& t = training_of(self);
   Object ctx = arguments[0];
   if (t.keeps_inputs && !keep_inputs(t, ctx, arguments + 1, count - 1)) return 0;
+  if (t.may_miss_gradients && api.set_attribute(ctx, api.materialize_all_key, api.false_)) return 0;
   Object run = api.get_attribute(t.forward_graph, api.run_key);
   if (!run) return 0;
   Object results = as_tuple(run_graph(run, arguments + 1, count - 1, false));
@@ -196,6 +197,15 @@ static int64_t copy_items(Object tuple, int64_t count, Object* values) {
     api.incref(values[k]);
   }
   return count;
+}
+
+// Whether an output has no gradient. Python then chooses the backward graph.
+static bool misses_gradients(const Training& t, Object const* given, Object list) {
+  if (!t.may_miss_gradients) return false;
+  const int64_t* w = t.tangents();
+  for (int64_t k = 0; k < t.num_tangents; ++k, w += 3 + (w[2] > 0 ? w[2] : 0))
+    if ((list ? api.list_item(list, w[0]) : given[w[0]]) == api.none) return true;
+  return false;
 }
 
 // Appends the gradients to `values`; -1 after a Python error.
@@ -253,11 +263,11 @@ EXPORT Object run_training_backward(Object self, Object const* arguments, int64_
   const Training& t = training_of(self);
   Object ctx = arguments[0], graph = api.get_attribute(t.graphs, api.backward_key);
   if (!graph) return 0;
-  if (!is_usual_backward(t, graph)) {
+  Object list = count == 2 && ((Object*)arguments[1])[1] == api.list_type ? arguments[1] : 0;
+  if (!is_usual_backward(t, graph) || misses_gradients(t, arguments + 1, list)) {
     api.decref(graph);
     return api.vectorcall(t.python_backward, arguments, count, 0);
   }
-  Object list = count == 2 && ((Object*)arguments[1])[1] == api.list_type ? arguments[1] : 0;
   Object saved = api.get_attribute(ctx, api.saved_tensors_key);  // raises if one was modified in place
   Object sizes = saved && t.num_sizes ? api.get_attribute(ctx, api.sizes_key) : 0;
   Object result = 0;

@@ -1,0 +1,173 @@
+"""Backward graphs for calls of which only some outputs have a gradient.
+
+In: a backward graph as AOTAutograd made it, with a tangent for each output. Out: one graph for each set of
+outputs without a gradient, built when it is first needed.
+
+A model of transformers returns its loss, its logits and its KV cache, and only the loss has a gradient. AOTAutograd
+takes zeros for the others: for logits, hundreds of megabytes that are filled and added at every step. Here,
+such tangents are removed from the graph, with everything that they alone contribute to. As in eager mode, an
+input that no gradient reaches gets none (None).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fulgurite.trace.cost import is_view
+from fulgurite.trace.metadata import use_fake_mode
+from fulgurite.trace.node_meta import fake_value, set_fake_value
+
+aten = torch.ops.aten
+Build = Callable[[fx.GraphModule], Any]
+
+# zero if one of these arguments is, by position
+LINEAR_OPS: dict[Any, tuple[int, ...]] = {
+    aten.mul.Tensor: (0, 1),
+    aten.mul.Scalar: (0,),
+    aten.div.Tensor: (0,),
+    aten.div.Scalar: (0,),
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.neg.default: (0,),
+    aten.sum.default: (0,),
+    aten.sum.dim_IntList: (0,),
+    aten.clone.default: (0,),
+    aten._to_copy.default: (0,),
+    aten._unsafe_view.default: (0,),
+}
+ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+class BackwardGraphs:
+    """The backward graphs of one training graph."""
+
+    def __init__(self, module: fx.GraphModule, num_tangents: int, build: Build) -> None:
+        self.module, self.num_tangents, self._build = module, num_tangents, build
+        self._boxed_call = True  # tells AOTAutograd to pass inputs in a list
+        self._built: dict[tuple[int, ...], Any] = {}
+        self._context = TracingContext.try_get()
+        self._lock = threading.Lock()
+
+    def find(self, missing: tuple[int, ...]) -> Any:
+        """The graph without these tangents; built at the first request."""
+        graph = self._built.get(missing)
+        if graph is None:
+            with self._lock, tracing(self._context), torch.no_grad():
+                graph = self._built.get(missing)
+                if graph is None:
+                    graph = self._build(remove_tangents(self.module, self.num_tangents, missing))
+                    self._built[missing] = graph
+        return graph
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the graph for these inputs; tangents that are None are missing."""
+        first = len(inputs) - self.num_tangents
+        graph = self.find(find_missing(inputs[first:]))
+        values = [x for k, x in enumerate(inputs) if k < first or x is not None]
+        inputs.clear()
+        return graph(values)
+
+
+def find_missing(gradients: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(k for k, gradient in enumerate(gradients) if gradient is None)
+
+
+def remove_tangents(
+    module: fx.GraphModule, num_tangents: int, missing: Sequence[int]
+) -> fx.GraphModule:
+    """A copy of a backward graph without these tangents: they are zero."""
+    module = copy.deepcopy(module)
+    if not missing:
+        return module
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = placeholders[len(placeholders) - num_tangents :]
+    zeros = {tangents[k] for k in missing}
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        if not zeros.isdisjoint(node.all_input_nodes):
+            if _is_zero(node, zeros):
+                zeros.add(node)
+            elif node.target in ADDITIONS:
+                _drop_summand(graph, node, zeros)
+    _return_none(graph, zeros)
+    for node in [node for node in graph.nodes if node in zeros]:
+        if any(user not in zeros for user in node.users):
+            _fill_with_zeros(graph, node, zeros)
+    for node in reversed([node for node in graph.nodes if node in zeros]):
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether a value is zero because these ones are."""
+    target: Any = node.target
+    if is_view(node) or target in (*ADDITIONS, aten.cat.default):
+        return all(source in zeros for source in node.all_input_nodes)
+    if target in LINEAR_OPS:
+        return any(node.args[k] in zeros for k in LINEAR_OPS[target] if k < len(node.args))
+    # ops of torch and ours that compute gradients are linear in that of their output
+    is_known = getattr(target, "namespace", "") in ("aten", "fulgurite")
+    if not is_known or "backward" not in target._schema.name or not node.args:
+        return False
+    return target._schema.arguments[0].name.startswith("grad") and node.args[0] in zeros
+
+
+def _drop_summand(graph: fx.Graph, node: fx.Node, zeros: set[fx.Node]) -> None:
+    """Replace a sum of zero and another value by that value, where it has the same shape and dtype."""
+    left, right = node.args[:2]
+    kept = right if left in zeros else left
+    if not isinstance(kept, fx.Node) or node.kwargs:
+        return
+    value, total = fake_value(kept), fake_value(node)
+    same = (value.shape, value.stride(), value.dtype, value.device)
+    if same != (total.shape, total.stride(), total.dtype, total.device):
+        return
+    if node.target is aten.sub.Tensor and kept is right:
+        with graph.inserting_before(node):
+            kept = graph.call_function(aten.neg.default, (right,))
+        set_fake_value(kept, total)
+    node.replace_all_uses_with(kept)
+    graph.erase_node(node)
+
+
+def _return_none(graph: fx.Graph, zeros: set[fx.Node]) -> None:
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, list | tuple), "a backward graph returns a gradient for each input"
+    output.args = (tuple(None if node in zeros else node for node in returned),)
+    descriptions = output.meta.get("desc")
+    if descriptions is not None:
+        pairs = zip(descriptions, output.args[0], strict=True)
+        output.meta["desc"] = [None if node is None else desc for desc, node in pairs]
+
+
+def _fill_with_zeros(graph: fx.Graph, node: fx.Node, zeros: set[fx.Node]) -> None:
+    """Give the users that need the value a tensor of zeros with its strides."""
+    value = fake_value(node)
+    assert isinstance(value, FakeTensor), f"{node} is zero and no tensor"
+    size, stride = list(value.shape), list(value.stride())
+    is_contiguous = value.is_contiguous()
+    span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    after = next(n for n in graph.nodes if n.op != "placeholder")
+    position = after if node.op == "placeholder" else node
+    with graph.inserting_before(position), use_fake_mode(value.fake_mode):
+        shape = size if is_contiguous else [span]
+        filled = graph.call_function(aten.full.default, (shape, 0), options)
+        set_fake_value(filled, aten.full.default(shape, 0, **options))
+        if not is_contiguous:
+            strided = graph.call_function(aten.as_strided.default, (filled, size, stride))
+            set_fake_value(strided, aten.as_strided.default(fake_value(filled), size, stride))
+            filled = strided
+    node.replace_all_uses_with(filled, delete_user_cb=lambda user: user not in zeros)
