@@ -19,9 +19,7 @@ TENSOR, EXPERT, BOTH = (1, 2, 1), (2, 1, 2), (1, 2, 2)
 def folders(request, tmp_path_factory):
     """All layouts, quantized and dense, whose halves are whole blocks; and whether with experts."""
     root = tmp_path_factory.mktemp("layouts")
-    found = {
-        name: write_checkpoints(root, name, moe=request.param, wide=True) for name in LAYOUTS
-    }
+    found = {name: write_checkpoints(root, name, moe=request.param, wide=True) for name in LAYOUTS}
     return found, request.param
 
 

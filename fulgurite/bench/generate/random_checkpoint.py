@@ -95,7 +95,7 @@ def find_aliases(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
     for name, spec in specs.items():
         modules.setdefault(module_name(name), {})[name.removeprefix(module_name(name))] = spec
     first: dict[tuple[str, frozenset[tuple[str, TensorSpec]]], str] = {}
-    aliases = {}
+    aliases: dict[str, str] = {}
     for module, tensors in modules.items():
         stored = first.setdefault((re.sub(r"\d+", "#", module), frozenset(tensors.items())), module)
         if stored != module:

@@ -96,9 +96,7 @@ def _is_zero_bias(plan: LoadPlan, name: str, entry: TensorEntry) -> bool:
     return not bool(entry.read_all().any())
 
 
-def _is_transposed(
-    plan: LoadPlan, name: str, entry: TensorEntry, parameter: Tensor | None
-) -> bool:
+def _is_transposed(plan: LoadPlan, name: str, entry: TensorEntry, parameter: Tensor | None) -> bool:
     """Whether the module holds stacked experts as [E, K, N]; quantized ones are stored [E, N, K]."""
     if parameter is None or parameter.dim() != 3 or not entry.is_quantized:
         return False

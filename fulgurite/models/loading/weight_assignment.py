@@ -71,7 +71,7 @@ def find_transformers_sources(
             continue
         parameter = TRANSFORMERS_PREFIX + name
         linear = modules.get(parameter.removesuffix(".weight"))
-        if type(linear) is not nn.Linear or linear.weight.shape != entry.shape:
+        if linear is None or type(linear) is not nn.Linear or linear.weight.shape != entry.shape:
             reasons[parameter] = "transformers' modules have no linear of this name and shape"
         elif id(linear.weight) in tables:
             reasons[parameter] = "transformers' modules tie it to the embedding"
