@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
 import re
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,14 @@ from fulgurite.bench.generate.costs import ModelCost, count_model_cost
 from fulgurite.bench.generate.progress import Progress
 from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
 from fulgurite.bench.generate.transformers_model import TransformersDecoder
+from fulgurite.bench.generate.workload import (
+    PENALTIES,
+    Workload,
+    choose_compile_threads,
+    compile_kernels,
+    time_decode,
+    time_first_token,
+)
 from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError
 from fulgurite.models.config import ConfigFields
@@ -44,31 +49,15 @@ from fulgurite.models.loading import hub
 from fulgurite.models.loading.checkpoint import read_config_file
 from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
 from fulgurite.serve.command import peak_bytes
-from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.expert_options import add_expert_arguments, given_expert_options
 from fulgurite.serve.llm import LLM
 
 MODES = ("eager", "torch.compile", "fulgurite")
 DENSE = ("bf16", "dense")
-PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.2)
-ROUNDS = 3  # of settings that are compared
 REQUESTS = {"cpu": 8, "cuda": 64}  # N, the second batch size
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run: tokens of a prompt, decode steps that are timed, and batch sizes."""
-
-    prompt: int = 256
-    steps: int = 24
-    batches: tuple[int, ...] = (1, 64)
-
-    @property
-    def context(self) -> int:
-        return self.prompt + 4 * self.steps + 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=int, metavar="N", help="the second batch size")
     group.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt")
     group.add_argument("--steps", type=int, default=24, metavar="N", help="timed decode steps")
+    group.add_argument(
+        "--compile-threads", type=int, metavar="N",
+        help="kernels that are compiled at once on a GPU; 1: at their first launch",
+    )  # fmt: skip
 
 
 def run_generate_model(options: argparse.Namespace) -> None:
@@ -227,6 +220,10 @@ def _measure_llm(
     )
     with llm:
         load_seconds = time.perf_counter() - start
+        threads = choose_compile_threads(options.compile_threads, device)
+        if threads > 1:
+            with progress.part(f"{mode}: kernels"):
+                compile_kernels(llm.engine, workload, threads)
         with progress.part(f"{mode}: warm-up"):
             llm.engine.warm_up()
         cost = count_model_cost(llm.model)
@@ -269,60 +266,6 @@ def _used_memory(device: torch.device) -> int:
         return peak_bytes(device)
     found = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
     return int(found.group(1)) * 1024 if found else peak_bytes(device)
-
-
-def time_first_token(engine: Engine, prompt: int, repeats: int = 3) -> float:
-    """Seconds from a request to its first token, the best of several."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    times = []
-    for _ in range(repeats):
-        engine.add_request(_random_tokens(engine, prompt), params)
-        start = time.perf_counter()
-        while engine.has_unfinished_requests:
-            engine.step()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def time_decode(
-    engine: Engine, batch: int, workload: Workload, *params: SamplingParams
-) -> list[float]:
-    """Seconds of a decode step of `batch` requests for each of these params, medians.
-
-    They take turns: a GPU that gets warm lowers its clock, and what is measured last looks slow.
-    """
-    times: list[list[float]] = [[] for _ in params]
-    for _ in range(ROUNDS if len(params) > 1 else 1):
-        for found, one in zip(times, params, strict=True):
-            found += _time_steps(engine, batch, workload, one)
-    return [statistics.median(found) for found in times]
-
-
-def _time_steps(
-    engine: Engine, batch: int, workload: Workload, params: SamplingParams
-) -> list[float]:
-    """Seconds of each of `workload.steps` decode steps."""
-    params = replace(params, max_tokens=4 * workload.steps, ignore_eos=True)
-    for _ in range(batch):
-        engine.add_request(_random_tokens(engine, workload.prompt), params)
-    while any(request.length == workload.prompt for request in engine.requests.values()):
-        engine.step()
-    for _ in range(3):  # warm up: the step of this batch size is captured
-        engine.step()
-    times = []
-    for _ in range(workload.steps):
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
-    for id in list(engine.requests):
-        engine.cancel(id)
-    while engine.has_unfinished_requests:
-        engine.step()
-    return times
-
-
-def _random_tokens(engine: Engine, count: int) -> list[int]:
-    return [random.randrange(engine.model.config.vocab_size) for _ in range(count)]
 
 
 def _decode_figures(

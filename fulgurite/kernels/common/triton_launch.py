@@ -15,7 +15,8 @@ numbers to its launcher. The key is everything that Triton compiles a kernel for
 
 A launch with other argument types (tensor descriptors, tensor subclasses) or with a callable grid
 goes through Triton. Cached launches call no Triton launch hooks. In Triton's interpreter, and on
-AMD GPUs, where Triton also specializes on tensor sizes, `cached_launch` is `triton.jit`.
+AMD GPUs, where Triton also specializes on tensor sizes, `cached_launch` is `triton.jit`. Inside
+`compile_ahead` a launch compiles its kernel and does not run it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fulgurite.kernels.common.compile_ahead import COMPILE_AHEAD
 from fulgurite.kernels.common.native_plan import find_parameter_types
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
 from fulgurite.kernels.registry import RECORDING
@@ -72,6 +74,9 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
         return lambda *args, **named: self._launch(grid, args, named)
 
     def _launch(self, grid: Grid, args: Args, named: dict[str, Any]) -> None:
+        if COMPILE_AHEAD.is_active:
+            self._run_uncached(grid, args, named)
+            return
         values = (*args, *named.values())
         types = (*map(type, values), *named)
         signature = self.signatures.get(types, _UNKNOWN)
@@ -111,7 +116,7 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
     def _run_uncached(self, grid: Grid, args: Args, named: dict[str, Any]) -> Any:
         if RECORDING.recorder is not None:
             RECORDING.recorder.fail()
-        return self.run(*args, grid=grid, warmup=False, **named)
+        return self.run(*args, grid=grid, warmup=COMPILE_AHEAD.is_active, **named)
 
     def _build_signature(self, args: Args, named: dict[str, Any]) -> CallSignature | None:
         """None where an argument can't be part of a cache key."""

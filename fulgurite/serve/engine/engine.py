@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.common.compile_ahead import compile_ahead
 from fulgurite.serve.engine.audit import audit_engine
 from fulgurite.serve.engine.captured_step import WARMUPS
 from fulgurite.serve.engine.detokenizer import Detokenizer
@@ -276,6 +278,25 @@ class Engine(EngineCore):
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         self.generate([[0] * max(1, min(4, self.context - num_tokens))], params)
         self.reset_prefix_cache()
+
+    @contextmanager
+    def compile_ahead(self, threads: int) -> Iterator[None]:
+        """Requests of the block compile their kernels side by side; their replies mean nothing.
+
+        On a GPU with one rank. Elsewhere, or with one thread, requests run as always.
+        """
+        runner = self.runner
+        if threads < 2 or runner.graph_pool is None or self.coordinator is not None:
+            yield
+            return
+        reason, runner.no_capture_reason = runner.no_capture_reason, "kernels are compiled first"
+        in_flight, self.max_in_flight = self.max_in_flight, 1  # no ids of tokens to be sampled
+        try:
+            with compile_ahead(threads):
+                yield
+        finally:
+            runner.no_capture_reason, self.max_in_flight = reason, in_flight
+            self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Later requests find no keys of earlier ones."""

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from fulgurite import cli
 from fulgurite.bench.generate.model import format_table, keep_first_layers, read_modes
 from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
+from fulgurite.bench.generate.workload import Workload, compile_kernels
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.families.presets import MODEL_PRESETS, find_preset
@@ -19,6 +20,7 @@ from fulgurite.models.loading.safetensors_checkpoint import SafetensorsCheckpoin
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
 from fulgurite.quant.files.safetensors_writer import ALIASES_KEY
+from fulgurite.serve.llm import LLM, SamplingParams
 
 SMALL = {
     "vocab_size": 64,
@@ -163,3 +165,23 @@ def test_a_whole_run_on_a_gpu(tmp_path):
     modes = [row["mode"] for row in json.loads(output.read_text())["rows"]]
     assert modes[:2] == ["eager", "torch.compile"]
     assert modes[2:] == ["fulgurite", "fulgurite, penalties", "fulgurite, deterministic"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny-moe", "qwen3-next-80b-a3b"])
+def test_kernels_compiled_ahead_do_not_change_tokens(name, tmp_path):
+    fields = find_preset(name)
+    if name != "tiny-moe":
+        small = {"vocab_size": 512, "num_experts": 8, "num_hidden_layers": 4}
+        fields = ConfigFields({**fields.values, **small}, name)
+    write_random_checkpoint(fields, tmp_path / "c", None, share_layers=True)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+    tokens = []
+    for is_ahead in (True, False):
+        with LLM(tmp_path / "c", device="cuda", context=128, max_sequences=4) as llm:
+            if is_ahead:
+                compile_kernels(llm.engine, Workload(80, 2, (1, 4)), threads=8)
+                assert not any(llm.engine.audit().values())
+            tokens.append([one.token_ids for one in llm.engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
