@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fulgurite.parallel import RankPool
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel import async_cases as cases
@@ -143,3 +145,25 @@ def test_a_soak(ranks, folder, name, shape):
         params = SamplingParams(max_tokens=3 + number % 9, ignore_eos=True)
         wanted = llm.generate([asked[number]], params)[0].token_ids
         assert tokens == wanted[: len(tokens)], number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [
+        ("llama", {"tensor": 2}, {}),
+        ("llama", {"context_parallel": 2}, {}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"transport": "symmetric"}),
+    ],
+    ids=str,
+)
+def test_two_ranks_on_a_gpu(monkeypatch, folder, name, axes, options):
+    """Ranks that share a GPU, with CUDA graphs. Asynchronous scheduling is the default there."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    options = options | {"device": "cuda", "dtype": torch.float32, "async_scheduling": None}
+    with RankPool(2) as pool:
+        found = pool.run(cases.generate, folder(name), axes, prompts(), MIXED, options)
+    plain = {"device": "cuda", "dtype": torch.float32}
+    assert found[0].replies == alone(folder(name), MIXED, **plain)
+    for one in found:
+        assert one.most_in_flight == 2 and one.num_ahead > 5 and one.no_capture_reason is None
