@@ -109,6 +109,25 @@ def test_captured_steps(ranks, folder, name, axes):
         assert one.captured and one.no_capture_reason is None and one.num_ahead > 5
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 2, "expert": 2}, {}),
+        slow({"data": 2, "expert": 2}, {"nodes": 2, "transport": "hierarchical"}),
+    ],
+    ids=str,
+)
+def test_steps_that_are_too_large_for_equal_splits_run_eagerly(ranks, folder, axes, options):
+    """The host would read counts inside of a capture. Smaller steps are captured, before and after."""
+    path, params = folder("qwen3_moe"), greedy()
+    arguments = (path, axes, prompts(), params, options, True, None, 2)
+    found = ranks(2).run(cases.generate, *arguments)
+    assert found[0].replies == alone(path, params)
+    for one in found:
+        assert set(one.captured) == {1}
+        assert "too large for equal splits" in str(one.no_capture_reason)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, slow({"data": 2})], ids=str)
 def test_memory_for_small_steps_only(ranks, folder, axes):
     """One rank has memory for five tokens: all ranks wait for each step from then on."""
