@@ -2,7 +2,8 @@
 
 The model has two small layers, so nearly all of a step is the host: messages of rank 0, agreements,
 schedulers, and launches. With CUDA graphs the launches of all layers are one replay. On a CPU, and where
-ranks communicate through the host, there are no graphs and no row for them.
+ranks communicate through the host, there are no graphs and no row for them. On a GPU the host prepares the
+next step while one runs (`async_scheduling`), except in the row that says so.
 
 Ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; their kernels take turns.
 """
@@ -45,14 +46,16 @@ FIELDS: dict[str, Any] = {
 
 class MeshCase(NamedTuple):
     name: str
-    options: dict[str, int]
+    options: dict[str, int]  # of `LLM`
 
 
 CASES = (
     MeshCase("decode step, one rank", {}),
     MeshCase("decode step, tensor 2", {"tensor": 2}),
+    MeshCase("decode step, tensor 2, one at a time", {"tensor": 2, "async_scheduling": False}),
     MeshCase("decode step, tensor 2, expert 2", {"tensor": 2, "expert": 2}),
     MeshCase("decode step, data 2, expert 2", {"data": 2, "expert": 2}),
+    MeshCase("decode step, pipeline 2", {"pipeline": 2}),
 )
 
 

@@ -42,7 +42,7 @@ class LLMConfig:
             batch, on chunks of its prompt, cached prefixes or preemption, to the bit. True: nor on the
             number of ranks, which costs messages and memory. None: on a CPU, but for sums over ranks.
         async_scheduling: launch the next step before the tokens of this one are read. None: on a GPU,
-            with one rank.
+            unless ranks communicate through the host.
         data: data-parallel replicas, each with its own requests. None: all remaining ranks.
         tensor: tensor-parallel size: the number of ranks over which weights are sharded.
         expert: expert-parallel size: the number of ranks over which experts are distributed.

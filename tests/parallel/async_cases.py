@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fulgurite.parallel.dispatch import dispatcher
+from fulgurite.parallel.dispatch.dispatcher import MAX_PADDED_ROWS
 from fulgurite.serve.engine.engine_core import EngineCore
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
@@ -61,8 +65,24 @@ def generate(
     options: dict[str, Any],
     with_graphs: bool = False,
     max_tokens: dict[int, int] | None = None,
+    max_padded_rows: int = MAX_PADDED_ROWS,
 ) -> Found:
-    """`with_graphs`: as a GPU captures steps. `max_tokens`: of a step for which a rank has memory."""
+    """`with_graphs`: as a GPU captures steps. `max_tokens`: of a step for which a rank has memory.
+    `max_padded_rows`: of a dispatch with equal splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "MAX_PADDED_ROWS", max_padded_rows)
+        return run_engine(folder, axes, prompts, params, options, with_graphs, max_tokens)
+
+
+def run_engine(
+    folder: Path,
+    axes: Axes,
+    prompts: Tokens,
+    params: list[SamplingParams],
+    options: dict[str, Any],
+    with_graphs: bool,
+    max_tokens: dict[int, int] | None,
+) -> Found:
     replies: Tokens = []
     logprobs: list[Any] = []
     captured: list[Any] = []
@@ -89,7 +109,7 @@ def generate(
         engine.scheduler.num_preemptions,
         channel.count - channel.num_released if llm.is_driver else 0,
         tuple(sorted({size for size, _ in captured})),
-        engine.runner.no_capture_reason,
+        engine.runner.no_capture_reason or engine.runner.eager_reason,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fulgurite.parallel import RankPool
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel import async_cases as cases
@@ -107,6 +109,25 @@ def test_captured_steps(ranks, folder, name, axes):
         assert one.captured and one.no_capture_reason is None and one.num_ahead > 5
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 2, "expert": 2}, {}),
+        slow({"data": 2, "expert": 2}, {"nodes": 2, "transport": "hierarchical"}),
+    ],
+    ids=str,
+)
+def test_steps_that_are_too_large_for_equal_splits_run_eagerly(ranks, folder, axes, options):
+    """The host would read counts inside of a capture. Smaller steps are captured, before and after."""
+    path, params = folder("qwen3_moe"), greedy()
+    arguments = (path, axes, prompts(), params, options, True, None, 2)
+    found = ranks(2).run(cases.generate, *arguments)
+    assert found[0].replies == alone(path, params)
+    for one in found:
+        assert set(one.captured) == {1}
+        assert "too large for equal splits" in str(one.no_capture_reason)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, slow({"data": 2})], ids=str)
 def test_memory_for_small_steps_only(ranks, folder, axes):
     """One rank has memory for five tokens: all ranks wait for each step from then on."""
@@ -143,3 +164,25 @@ def test_a_soak(ranks, folder, name, shape):
         params = SamplingParams(max_tokens=3 + number % 9, ignore_eos=True)
         wanted = llm.generate([asked[number]], params)[0].token_ids
         assert tokens == wanted[: len(tokens)], number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [
+        ("llama", {"tensor": 2}, {}),
+        ("llama", {"context_parallel": 2}, {}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"transport": "symmetric"}),
+    ],
+    ids=str,
+)
+def test_two_ranks_on_a_gpu(monkeypatch, folder, name, axes, options):
+    """Ranks that share a GPU, with CUDA graphs. Asynchronous scheduling is the default there."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    options = options | {"device": "cuda", "dtype": torch.float32, "async_scheduling": None}
+    with RankPool(2) as pool:
+        found = pool.run(cases.generate, folder(name), axes, prompts(), MIXED, options)
+    plain = {"device": "cuda", "dtype": torch.float32}
+    assert found[0].replies == alone(folder(name), MIXED, **plain)
+    for one in found:
+        assert one.most_in_flight == 2 and one.num_ahead > 5 and one.no_capture_reason is None

@@ -9,11 +9,13 @@ run, or if some rank has no memory for it beside the steps in flight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fulgurite.serve.engine.coordinator import Coordinator, StepProposal, count_scheduled
+from fulgurite.serve.engine.request import Request
 from fulgurite.serve.engine.runner import CapturedShape, is_decode_step
-from fulgurite.serve.engine.scheduler import ScheduledChunk
+from fulgurite.serve.engine.scheduler import ScheduledChunk, sampled_requests
 
 if TYPE_CHECKING:
     from fulgurite.serve.engine.engine_core import EngineCore
@@ -21,25 +23,34 @@ if TYPE_CHECKING:
 AgreedStep = tuple[list[ScheduledChunk], CapturedShape | None]
 
 
+def can_launch(
+    engine: EngineCore, chunks: Sequence[ScheduledChunk] | None, requests: Sequence[Request]
+) -> bool:
+    """Whether these chunks need not wait for a step in flight. `requests`: those that this rank samples."""
+    if chunks is None:
+        return False
+    if not engine.in_flight:
+        return True
+    has_replicas = engine.coordinator is not None and engine.coordinator.mesh.data.size > 1
+    if not chunks and not has_replicas:  # other replicas may have something to run
+        return False
+    return engine.sampler.can_sample_ahead(requests)
+
+
 def propose_step(
     engine: EngineCore, chunks: list[ScheduledChunk] | None, samples: bool = True
 ) -> StepProposal:
     """What this rank can run, of these chunks. `samples`: this rank samples their tokens."""
     found = chunks or []
-    requests = [chunk.request for chunk in found if chunk.needs_sampling] if samples else []
+    requests = sampled_requests(found) if samples else []
     num_requests, num_tokens = count_scheduled(found)
-    can_launch = chunks is not None
-    if engine.in_flight:
-        has_replicas = engine.coordinator is not None and engine.coordinator.mesh.data.size > 1
-        can_launch = can_launch and (bool(found) or has_replicas)  # others may have something
-        can_launch = can_launch and engine.sampler.can_sample_ahead(requests)
     return StepProposal(
         max_tokens=engine.scheduler.max_batched_tokens,
         can_replay=engine.runner.no_capture_reason is None and is_decode_step(found),
         num_requests=num_requests,
         variant=engine.sampler.find_variant(requests),
         num_tokens=num_tokens,
-        can_launch=can_launch,
+        can_launch=can_launch(engine, chunks, requests),
     )
 
 
@@ -75,5 +86,9 @@ def agree_on_step(
     if engine.communication is not None:
         captured_size = engine.runner.captured_size(step.num_requests) if is_captured else 0
         fits = engine.communication.begin_step(max(step.num_tokens, captured_size))
+        if is_captured and not fits:
+            engine.runner.note_eager_step(
+                f"the dispatch of {captured_size} tokens is too large for equal splits"
+            )
         is_captured = is_captured and fits
     return chunks, CapturedShape(step.num_requests, step.variant) if is_captured else None

@@ -31,15 +31,11 @@ replica, which needs the masks. A `constraint=` is an object of rank 0's process
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +46,25 @@ from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.processes.channel import BroadcastChannel
 from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
-from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams, TokenLogprob
-from fulgurite.serve.engine.sampler import GREEDY_VARIANT, SamplingVariant
+from fulgurite.serve.engine.request import Request
+from fulgurite.serve.engine.sampler import SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
+from fulgurite.serve.engine.step_messages import (
+    NO_LOGPROBS,
+    Event,
+    GrammarStarted,
+    LoadSaved,
+    PrefixCacheReset,
+    RemoteToken,
+    RequestAdded,
+    RequestEnded,
+    StepMessage,
+    StepsDropped,
+    TokenSampled,
+    count_words,
+    decode_token,
+    encode_step,
+)
 
 NO_GRAMMAR: dict[str, Any] = {
     "json_schema": None,
@@ -63,72 +75,6 @@ NO_GRAMMAR: dict[str, Any] = {
     "structural_tag": None,
     "bad_words": (),
 }
-NO_LOGPROBS = -1
-
-
-class RequestAdded(NamedTuple):
-    """A request was added. `number` identifies it in tensors, `id` in messages."""
-
-    id: str
-    number: int
-    replica: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
-    options: RequestOptions
-
-
-class TokenSampled(NamedTuple):
-    """A request got a token."""
-
-    id: str
-    token: int
-
-
-class RequestEnded(NamedTuple):
-    """A request finished, or was cancelled while waiting or running."""
-
-    id: str
-    cancelled: bool = False
-
-
-class PrefixCacheReset(NamedTuple):
-    """The prefix cache was cleared."""
-
-
-class GrammarStarted(NamedTuple):
-    """Rank 0 compiles a grammar. Ranks that sample start with it, too, before a request needs it."""
-
-    kind: str
-    source: str
-
-
-class LoadSaved(NamedTuple):
-    """Rank 0 saves the expert load: all ranks sum theirs."""
-
-
-class StepsDropped(NamedTuple):
-    """Rank 0 reads none of the steps in flight: all their requests have ended."""
-
-
-Event = (
-    RequestAdded
-    | TokenSampled
-    | RequestEnded
-    | PrefixCacheReset
-    | GrammarStarted
-    | LoadSaved
-    | StepsDropped
-)
-
-
-class RemoteToken(NamedTuple):
-    """A token that another replica sampled for a request."""
-
-    id: str
-    token: int
-    logprob: TokenLogprob | None = None
 
 
 class StepProposal(NamedTuple):
@@ -148,75 +94,6 @@ class StepProposal(NamedTuple):
     variant: SamplingVariant
     num_tokens: int
     can_launch: bool
-
-
-@dataclass(frozen=True)
-class StepMessage:
-    """The events since the last step, and what rank 0 runs in this one.
-
-    variant        how rank 0 samples
-    can_replay     rank 0 may run a captured step
-    can_launch     False: rank 0 must read a step first
-    num_logprobs   the most log-probabilities a token that a request on another replica asks for
-    is_last        workers stop
-    has_step       False: events only, no step follows
-    """
-
-    events: list[Event]
-    num_requests: int
-    num_tokens: int
-    variant: SamplingVariant = GREEDY_VARIANT
-    can_replay: bool = False
-    can_launch: bool = True
-    num_logprobs: int = NO_LOGPROBS
-    is_last: bool = False
-    has_step: bool = True
-
-
-EVENTS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset, GrammarStarted, LoadSaved),
-        StepsDropped,
-    )
-}
-
-
-def encode_step(message: StepMessage) -> bytes:
-    """A message as JSON. It crosses a socket, so it is data only: no pickle."""
-    events = [[type(event).__name__, *event] for event in message.events]
-    counts = [message.num_requests, message.num_tokens, message.variant]
-    can = [message.can_replay, message.can_launch]
-    rest = [message.num_logprobs, message.is_last, message.has_step]
-    return json.dumps([events, *counts, *can, *rest], default=_to_plain).encode()
-
-
-def decode_step(data: bytes) -> StepMessage:
-    events, requests, tokens, variant, *rest = json.loads(data)
-    events = [_read_event(*event) for event in events]
-    return StepMessage(events, requests, tokens, SamplingVariant(*variant), *rest)
-
-
-def _to_plain(value: object) -> object:
-    if isinstance(value, SamplingParams | RequestOptions):
-        return dataclasses.asdict(value)
-    if isinstance(value, Integral):  # of numpy
-        return int(value)
-    assert isinstance(value, frozenset), f"{type(value)} is not part of an event"
-    return sorted(value)
-
-
-def _read_event(kind: str, *fields: Any) -> Event:
-    event: Event = EVENTS[kind](*fields)
-    if not isinstance(event, RequestAdded):
-        return event
-    params: dict[str, Any] = dict(fields[4])
-    params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
-    return event._replace(
-        params=SamplingParams(**params),
-        stop_ids=frozenset(event.stop_ids),
-        options=RequestOptions(**fields[7]),
-    )
 
 
 class Coordinator:
@@ -370,44 +247,6 @@ class Coordinator:
         variant = SamplingVariant(*(bit < 0 for bit in bits))
         can = bool(can_replay), bool(can_launch)
         return StepProposal(limit, can[0], -requests, variant, -tokens, can[1])
-
-
-# ---- tokens as integers ----------------------------------------------------------------------------
-
-
-def count_words(num_logprobs: int) -> int:
-    """Integers of a token: itself, its log-probability, and ids and values of the likeliest."""
-    return 1 if num_logprobs == NO_LOGPROBS else 2 + 2 * num_logprobs
-
-
-def encode_token(token: int, logprob: TokenLogprob | None, num_logprobs: int) -> list[int]:
-    """A token as `count_words` integers; floats by their bits, ids that are missing as -1."""
-    words = [token]
-    if num_logprobs != NO_LOGPROBS:
-        top = () if logprob is None else logprob.top
-        missing = num_logprobs - len(top)
-        words.append(_float_bits(np.nan if logprob is None else logprob.logprob))
-        words += [id for id, _ in top] + [-1] * missing
-        words += [_float_bits(value) for _, value in top] + [0] * missing
-    return words
-
-
-def decode_token(id: str, words: Sequence[int]) -> RemoteToken:
-    token, *rest = words
-    if not rest:
-        return RemoteToken(id, token)
-    half = (len(rest) - 1) // 2
-    ids, values = rest[1 : 1 + half], rest[1 + half :]
-    top = tuple((one, _bits_float(bits)) for one, bits in zip(ids, values, strict=True) if one >= 0)
-    return RemoteToken(id, token, TokenLogprob(token, _bits_float(rest[0]), top))
-
-
-def _float_bits(value: float) -> int:
-    return int(np.float64(value).view(np.int64))
-
-
-def _bits_float(bits: int) -> float:
-    return float(np.int64(bits).view(np.float64))
 
 
 def count_scheduled(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:

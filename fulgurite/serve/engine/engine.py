@@ -258,7 +258,7 @@ class Engine(EngineCore):
                 used_cache_blocks=blocks - sum(len(pool.free_blocks) for pool in pools),
                 prefix_cache_blocks=sum(len(pool.hash_by_block) for pool in pools),
                 captured_steps=tuple(runner.captured_sizes),
-                no_capture_reason=runner.no_capture_reason,
+                no_capture_reason=runner.no_capture_reason or runner.eager_reason,
                 max_batched_tokens=scheduler.max_batched_tokens,
                 planned_batched_tokens=self.plan.limits.max_batched_tokens,
                 out_of_memory=self.memory.num_failures,

@@ -44,7 +44,7 @@ from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.plan.kv_cache import group_layers
 from fulgurite.plan.memory import MemoryPlan
-from fulgurite.serve.engine.agreement import agree_on_step, propose_step
+from fulgurite.serve.engine.agreement import agree_on_step, can_launch, propose_step
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.communication import Communication
 from fulgurite.serve.engine.context_kv_cache import build_kv_cache
@@ -65,7 +65,7 @@ from fulgurite.serve.engine.request import (
 )
 from fulgurite.serve.engine.runner import CapturedShape, ModelRunner
 from fulgurite.serve.engine.sampler import SampledTokens, Sampler
-from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
+from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler, sampled_requests
 from fulgurite.serve.engine.stats import StepRecorder, describe_step
 from fulgurite.serve.engine.token_broadcast import make_token_broadcast
 
@@ -272,24 +272,27 @@ class EngineCore:
         chunks = self.schedule()
         if not chunks and not self.in_flight and self._is_idle():
             return False
-        proposal = propose_step(self, chunks)
-        if self.coordinator is not None:
+        proposal = None
+        if self.coordinator is None:
+            is_ready = can_launch(self, chunks, sampled_requests(chunks or ()))
+        else:
+            proposal = propose_step(self, chunks)
             self.coordinator.begin_step(proposal)
-        if chunks is None or not proposal.can_launch:
-            return False
-        return self.launch_step(chunks, proposal)
+            is_ready = proposal.can_launch
+        return chunks is not None and is_ready and self.launch_step(chunks, proposal)
 
     def schedule(self) -> list[ScheduledChunk] | None:
         """The chunks of the next step; None: it must wait for the tokens of one in flight."""
         return self.scheduler.schedule_ahead() if self.in_flight else self.scheduler.schedule()
 
     def launch_step(
-        self, chunks: list[ScheduledChunk], proposal: StepProposal, samples: bool = True
+        self, chunks: list[ScheduledChunk], proposal: StepProposal | None, samples: bool = True
     ) -> bool:
         """Launch a step that was scheduled, once all ranks agree; False if it was not launched, or only
-        smaller ones can be. `samples`: this rank samples the tokens of its replica."""
+        smaller ones can be. `proposal`: of this rank among several. `samples`: this rank samples the
+        tokens of its replica."""
         shape = None
-        if self.coordinator is not None:
+        if self.coordinator is not None and proposal is not None:
             agreed = agree_on_step(self, chunks, proposal, self.coordinator)
             if agreed is None:
                 return False
@@ -580,8 +583,3 @@ class EngineCore:
                 del self.listeners[request.id]
             listener(update)
         return update
-
-
-def sampled_requests(chunks: Sequence[ScheduledChunk]) -> list[Request]:
-    """The requests that get a token in this step."""
-    return [chunk.request for chunk in chunks if chunk.needs_sampling]

@@ -99,6 +99,7 @@ class ModelRunner:
         if model.stage is not None or model.context is not None:
             self.stage_runner = StageRunner(model, kv_cache, self._build_batch)
         self.no_capture_reason = no_capture_reason or model.no_capture_reason
+        self.eager_reason: str | None = None  # why some decode steps are not captured
         self.graph_pool = None
         if self.device.type == "cuda":
             self.graph_pool = GraphPool(self.device)
@@ -152,7 +153,16 @@ class ModelRunner:
 
     def _is_one_micro_batch(self, num_requests: int) -> bool:
         """Whether a decode step is not divided among pipeline stages; the same on all ranks."""
-        return self.stage_runner is None or self.stage_runner.is_one_micro_batch(num_requests)
+        if self.stage_runner is None or self.stage_runner.is_one_micro_batch(num_requests):
+            return True
+        self.note_eager_step(f"steps of {num_requests} requests run as several micro-batches")
+        return False
+
+    def note_eager_step(self, reason: str) -> None:
+        """Remember why a decode step is not captured although others are; `stats` has it."""
+        if self.eager_reason is None:
+            LOG.info("some decode steps are not captured: %s", reason)
+        self.eager_reason = reason
 
     def _share_tokens(self, chunks: Sequence[ScheduledChunk], tokens_R: Tensor | None) -> None:
         """Give all ranks of the replica the tokens that one of them has sampled."""

@@ -59,6 +59,11 @@ def make_chunk(request: Request, num_tokens: int) -> ScheduledChunk:
     )
 
 
+def sampled_requests(chunks: Sequence[ScheduledChunk]) -> list[Request]:
+    """The requests that get a token in this step."""
+    return [chunk.request for chunk in chunks if chunk.needs_sampling]
+
+
 class Scheduler:
     """Schedules the requests of a `BlockManager`.
 

@@ -59,7 +59,7 @@ class EngineStats:
     tokens_per_second       sampled tokens per second of recent steps
     step_seconds            percentile -> duration of recent steps
     captured_steps          batch sizes of captured decode steps
-    no_capture_reason       why decode steps are not captured; None: they are
+    no_capture_reason       why decode steps, or some of them, are not captured; None: they are
     max_batched_tokens      the most tokens of a step now; planned_batched_tokens before failures
     out_of_memory           steps that ran out of memory
     ranks                   the times of each rank's steps, and how slow it is (parallel/health.py)
@@ -94,11 +94,17 @@ class EngineStats:
         """Plain dicts, lists and numbers, for JSON."""
         return dataclasses.asdict(self)
 
+    def _describe_captures(self) -> str:
+        if self.no_capture_reason is not None and not self.captured_steps:
+            return self.no_capture_reason
+        sizes = ", ".join(map(str, self.captured_steps)) or "none yet"
+        rest = f"; {self.no_capture_reason}" if self.no_capture_reason else ""
+        return f"decode steps of {sizes} requests{rest}"
+
     def __str__(self) -> str:
         """One line a subject, for people."""
         ended = ", ".join(f"{count} {reason}" for reason, count in self.finished.items())
         times = ", ".join(f"p{p} {1e3 * s:.1f} ms" for p, s in self.step_seconds.items())
-        captured = ", ".join(map(str, self.captured_steps)) or "none yet"
         reduced = self.max_batched_tokens != self.planned_batched_tokens
         formats = self.memory.weight_formats.items()
         rows = [
@@ -112,7 +118,7 @@ class EngineStats:
             ("KV cache", f"{self.used_cache_blocks:,} of {self.cache_blocks:,} blocks used"),
             ("prefix", f"{self.prefix_cached_tokens:,} prompt tokens found"),
             ("preemptions", str(self.preemptions)),
-            ("captured", self.no_capture_reason or f"decode steps of {captured} requests"),
+            ("captured", self._describe_captures()),
             (
                 "step size",
                 f"{self.max_batched_tokens} tokens"

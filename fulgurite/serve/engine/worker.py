@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from fulgurite.errors import RankError
 from fulgurite.serve.engine.agreement import propose_step
-from fulgurite.serve.engine.coordinator import (
-    Coordinator,
+from fulgurite.serve.engine.coordinator import Coordinator, count_scheduled
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.reply import accept_token
+from fulgurite.serve.engine.request import Request, RequestState
+from fulgurite.serve.engine.step_messages import (
     Event,
     GrammarStarted,
     LoadSaved,
@@ -14,14 +18,9 @@ from fulgurite.serve.engine.coordinator import (
     StepMessage,
     StepsDropped,
     TokenSampled,
-    count_scheduled,
     decode_step,
     encode_token,
 )
-from fulgurite.serve.engine.engine import Engine
-from fulgurite.serve.engine.grammar import GrammarSpec
-from fulgurite.serve.engine.reply import accept_token
-from fulgurite.serve.engine.request import Request, RequestState
 
 
 class Worker:

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fulgurite.cudagraph import capture_graph
 from fulgurite.errors import FulguriteError
 from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.kernels.moe.router_config import Routes
@@ -17,6 +18,7 @@ from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
 from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
 from fulgurite.parallel.dispatch.node_axes import NodeAxes, split_by_node
 from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
+from fulgurite.parallel.symmetric.collectives import SymmetricCollectives
 from fulgurite.parallel.topology import divide_into_nodes
 from tests.parallel.experts import expert_cases
 from tests.parallel.model_cases import distance, mesh_of
@@ -155,6 +157,43 @@ def check_invalid_slots(nodes: Nodes, bad: int) -> tuple[str, str, bool]:
         except FulguriteError as error:
             texts.append(f"{type(error).__name__}: {error}")
     return texts[0], texts[1], torch.equal(out, wanted)
+
+
+def capture_on_gpu(tokens: int, wire: str) -> list[tuple[Tensor, Tensor]]:
+    """Two nodes of one rank that share a GPU: the network is symmetric memory, and a CUDA graph holds
+    dispatch, experts and combine. Results of replays, and those of exact splits on a CPU."""
+    axes, device = axes_of((0, 1)), torch.device("cuda")
+    collectives = SymmetricCollectives.create(replace(axes.network, nodes=()), device)
+    network = replace(axes.network, device_collectives=collectives)
+    dispatcher = HierarchicalDispatcher(replace(axes, network=network), dispatch_format=wire)
+    assert dispatcher.can_capture
+    dispatcher.set_step_tokens(tokens)
+    inputs: list[Tensor] = []
+
+    def run() -> Tensor:
+        x, slots, weights = inputs
+        dispatched = dispatcher.start_dispatch(x, slots, 8, weights)
+        return dispatcher.combine(expert_stand_in(dispatched), dispatched)
+
+    found, graph = [], None
+    with torch.no_grad():
+        for seed in range(3):
+            number = 10 * seed + axes.axis.index
+            x, routes = expert_cases.make_inputs(number, tokens, 8, TOP_K, torch.float32, None)
+            values = (x, routes.experts_Tk, routes.weights_Tk)
+            exact = HierarchicalDispatcher(axes, dispatch_format=wire)
+            dispatched = exact.start_dispatch(values[0], values[1], 8, values[2])
+            wanted = exact.combine(expert_stand_in(dispatched), dispatched)
+            if not inputs:
+                inputs += [value.to(device) for value in values]
+                graph = capture_graph(run, warmups=2)
+            for static, value in zip(inputs, values, strict=True):
+                static.copy_(value)
+            assert graph is not None
+            found.append((graph.replay().cpu(), wanted))
+            dispatcher.check()
+            collectives.check()
+    return found
 
 
 def raise_on_all(

@@ -7,7 +7,7 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
-from fulgurite.parallel import Axis
+from fulgurite.parallel import Axis, RankPool
 from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
 from fulgurite.parallel.dispatch.node_axes import split_by_node
 from tests.parallel import async_cases
@@ -130,6 +130,17 @@ def test_captured_steps_over_emulated_nodes(ranks, folder, is_ahead):
     assert found[0].replies == alone(path, params)
     for one in found:
         assert one.no_capture_reason is None and 1 in one.captured and one.unfinished == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wire", ["same", "bf16"])
+def test_a_cuda_graph_holds_the_dispatch(monkeypatch, wire):
+    """Where the network is symmetric memory: two ranks that share a GPU."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with RankPool(2) as pool:
+        for replays in pool.run(cases.capture_on_gpu, 5, wire):
+            for found, wanted in replays:
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow  # eight processes

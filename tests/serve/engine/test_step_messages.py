@@ -8,13 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from fulgurite.serve.engine.coordinator import (
+from fulgurite.serve.engine.request import RequestOptions, SamplingParams, TokenLogprob
+from fulgurite.serve.engine.sampler import SamplingVariant
+from fulgurite.serve.engine.step_messages import (
     NO_LOGPROBS,
     GrammarStarted,
     PrefixCacheReset,
     RequestAdded,
     RequestEnded,
     StepMessage,
+    StepsDropped,
     TokenSampled,
     count_words,
     decode_step,
@@ -22,8 +25,6 @@ from fulgurite.serve.engine.coordinator import (
     encode_step,
     encode_token,
 )
-from fulgurite.serve.engine.request import RequestOptions, SamplingParams, TokenLogprob
-from fulgurite.serve.engine.sampler import SamplingVariant
 
 
 def test_messages_round_trip():
@@ -37,10 +38,13 @@ def test_messages_round_trip():
         TokenSampled("r", 17),
         RequestEnded("r", True),
         PrefixCacheReset(),
+        StepsDropped(),
     ]
     events.append(GrammarStarted("regex", '[a-z]"+'))
     variant = SamplingVariant(True, False, True)
-    message = StepMessage(events, 2, 30, variant, can_replay=True, num_logprobs=4, is_last=True)
+    message = StepMessage(
+        events, 2, 30, variant, can_replay=True, can_launch=False, num_logprobs=4, is_last=True
+    )
     data = encode_step(message)
     json.loads(data)
     assert decode_step(data) == message
