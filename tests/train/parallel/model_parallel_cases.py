@@ -220,14 +220,16 @@ def largest_errors(ranks: Sequence[Outcome], wanted: Outcome) -> dict[str, float
 
 # ---- over ranks ------------------------------------------------------------------------------------
 
-_meshes: dict[Degrees, RankMesh] = {}
+_open: list[RankMesh] = []
 
 
 def mesh_of(degrees: Degrees) -> RankMesh:
-    """The same mesh for every test of a process: groups are made once."""
-    if degrees not in _meshes:
-        _meshes[degrees] = RankMesh(degrees, timeout=240)
-    return _meshes[degrees]
+    """The mesh of the last test if it has these degrees: heartbeats of a mesh take 1% of a core."""
+    if not _open or _open[0].degrees != degrees:
+        while _open:
+            _open.pop().close()
+        _open.append(RankMesh(degrees, timeout=240))
+    return _open[0]
 
 
 @dataclass(frozen=True)

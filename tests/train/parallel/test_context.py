@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.mesh import Axis
-from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.parallel.context import check_context_degree, local_places, split_batch
 from fulgurite.train.parallel.layout_base import Degrees
 from tests.train.parallel import model_parallel_cases as cases
 from tests.train.parallel.model_parallel_cases import Case
 
 TWO = Degrees(cp=2)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "dots1", "gemma2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,18 +20,6 @@ from tests.train.parallel import model_parallel_cases as cases
 from tests.train.parallel.model_parallel_cases import Case
 
 TWO = Degrees(tp=2)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "dots1", "gemma2"])

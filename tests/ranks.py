@@ -1,0 +1,46 @@
+"""Rank processes of tests: kept over many tests, forked from a process with all imports done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fulgurite.parallel.processes import launch
+from fulgurite.parallel.processes.launch import RankPool
+
+# What a rank would import for a second or more: the fork server imports it once per pytest process.
+PRELOADED = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.export",
+    "fulgurite.compile",
+    "fulgurite.serve",
+    "fulgurite.train.trainer",
+    "tests.parallel.engine_cases",
+    "tests.train.fault_worker",
+    "tests.train.parallel.model_parallel_cases",
+)
+
+
+def preload_rank_imports() -> None:
+    """Call it before the first rank: the fork server starts with that one."""
+    launch.PRELOADED_MODULES[:] = dict.fromkeys([*launch.PRELOADED_MODULES, *PRELOADED])
+
+
+@contextmanager
+def keep_pools(
+    failure_grace: float = launch.FAILURE_GRACE,
+) -> Iterator[Callable[[int], RankPool]]:
+    """`get(4)`: four processes, started when first asked for, and anew after a failure."""
+    running: dict[int, RankPool] = {}
+
+    def get(count: int) -> RankPool:
+        if count not in running or not running[count].is_alive:
+            running[count] = RankPool(count, failure_grace=failure_grace)
+        return running[count]
+
+    try:
+        yield get
+    finally:
+        for pool in running.values():
+            pool.close()
