@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from fulgurite.parallel.processes import launch
 from fulgurite.parallel.processes.launch import RankPool
@@ -20,6 +23,10 @@ PRELOADED = (
     "tests.train.fault_worker",
     "tests.train.parallel.model_parallel_cases",
 )
+
+
+Value = TypeVar("Value")
+_open: dict[Hashable, Any] = {}
 
 
 def preload_rank_imports() -> None:
@@ -44,3 +51,21 @@ def keep_pools(
     finally:
         for pool in running.values():
             pool.close()
+
+
+def keep_open(key: Hashable, make: Callable[[], Value]) -> Value:
+    """On a rank: what `make` returns, a mesh or what holds one, until another key is asked for.
+
+    Then its groups end. A thread of each gloo group polls a hundred times a second: ranks that had kept
+    the meshes of all tests took a tenth of a core each while they waited.
+    """
+    if key not in _open:
+        for value in _open.values():
+            if hasattr(value, "close"):
+                value.close()
+        _open.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _open[key] = make()
+    value: Value = _open[key]
+    return value

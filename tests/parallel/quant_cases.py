@@ -14,17 +14,17 @@ import fulgurite
 from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.transforms.fp8 import fp8_training
-
-_meshes: dict[str, DeviceMesh] = {}
+from tests.ranks import keep_open
 
 
 def mesh() -> DeviceMesh:
-    """One mesh a process."""
-    if "all" not in _meshes:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        _meshes["all"] = init_device_mesh("cpu", (dist.get_world_size(),))
-    return _meshes["all"]
+    """All ranks, in one dimension."""
+    return keep_open("all", _start)
+
+
+def _start() -> DeviceMesh:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 class Block(nn.Module):

@@ -34,18 +34,19 @@ from fulgurite.models import ModelConfig
 from fulgurite.models.families.registry import get_sharding_rules
 from fulgurite.parallel import parallelize
 from tests.parallel.model_cases import loss_of, mesh_of, tokens_of, whole_model
+from tests.ranks import keep_open
 
 WIDTH, STEPS = 16, 2
-_meshes: list[DeviceMesh] = []
 
 
 def get_mesh() -> DeviceMesh:
-    """One mesh for all tests of a process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if not _meshes:
-        _meshes.append(init_device_mesh("cpu", (dist.get_world_size(),)))
-    return _meshes[0]
+    """All ranks, in one dimension."""
+    return keep_open("all", _start)
+
+
+def _start() -> DeviceMesh:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 class Block(nn.Module):

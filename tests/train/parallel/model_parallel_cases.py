@@ -39,6 +39,7 @@ from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.parallel.layout_base import Degrees, ParallelLayout, RankMesh
 from fulgurite.train.parallel.tensor_layers import Region, VocabParallelLinear
 from fulgurite.train.step import OneRank
+from tests.ranks import keep_open
 
 COMMON = {
     "vocab_size": 61,
@@ -220,16 +221,10 @@ def largest_errors(ranks: Sequence[Outcome], wanted: Outcome) -> dict[str, float
 
 # ---- over ranks ------------------------------------------------------------------------------------
 
-_open: list[RankMesh] = []
-
 
 def mesh_of(degrees: Degrees) -> RankMesh:
-    """The mesh of the last test if it has these degrees: heartbeats of a mesh take 1% of a core."""
-    if not _open or _open[0].degrees != degrees:
-        while _open:
-            _open.pop().close()
-        _open.append(RankMesh(degrees, timeout=240))
-    return _open[0]
+    """The mesh of the last test if it has these degrees."""
+    return keep_open(degrees, lambda: RankMesh(degrees, timeout=240))
 
 
 @dataclass(frozen=True)

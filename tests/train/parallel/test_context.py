@@ -17,16 +17,17 @@ TWO = Degrees(cp=2)
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "dots1", "gemma2"])
 def test_two_ranks_train_as_one(pair, name):
-    cases.check(pair, Case(name, TWO, steps=20, count=1))
+    cases.check(pair, Case(name, TWO, steps=8, count=1))
 
 
 def test_fifty_steps_of_whole_rows(pair):
     cases.check(pair, Case("qwen3", TWO, steps=50, count=1, documents=False))
 
 
-def test_compiled_layers_train_as_one(pair):
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_compiled_layers_train_as_one(pair, steps):
     """The all-gather of keys is an op of the graph."""
-    for outcome in cases.check(pair, Case("qwen3", TWO, steps=50, count=1, compile=True)):
+    for outcome in cases.check(pair, Case("qwen3", TWO, steps=steps, count=1, compile=True)):
         assert outcome.compiled.collectives["axis_all_gather"] and not outcome.compiled.breaks
 
 
