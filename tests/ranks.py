@@ -34,6 +34,42 @@ def preload_rank_imports() -> None:
     launch.PRELOADED_MODULES[:] = dict.fromkeys([*launch.PRELOADED_MODULES, *PRELOADED])
 
 
+class TestRankPool(RankPool):
+    """Ranks that close after each function what `open_once` made in it.
+
+    A thread of each gloo group polls a hundred times a second. Ranks that kept the groups of all tests
+    took a tenth of a core and more each while they waited for the next one.
+    """
+
+    __test__ = False
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return super().run(_run_and_close, function, arguments)
+
+
+def _run_and_close(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        result = function(*arguments)
+        if _open and dist.is_initialized():
+            dist.barrier()  # nobody leaves while others wait for it
+        return result
+    finally:
+        while _open:
+            value = _open.popitem()[1]
+            if hasattr(value, "close"):
+                value.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_once(key: Hashable, make: Callable[[], Value]) -> Value:
+    """On a rank: what `make` returns, a mesh or what has one, until the function of the test ends."""
+    if key not in _open:
+        _open[key] = make()
+    value: Value = _open[key]
+    return value
+
+
 @contextmanager
 def keep_pools(
     failure_grace: float = launch.FAILURE_GRACE,
@@ -43,7 +79,7 @@ def keep_pools(
 
     def get(count: int) -> RankPool:
         if count not in running or not running[count].is_alive:
-            running[count] = RankPool(count, failure_grace=failure_grace)
+            running[count] = TestRankPool(count, failure_grace=failure_grace)
         return running[count]
 
     try:
@@ -51,21 +87,3 @@ def keep_pools(
     finally:
         for pool in running.values():
             pool.close()
-
-
-def keep_open(key: Hashable, make: Callable[[], Value]) -> Value:
-    """On a rank: what `make` returns, a mesh or what holds one, until another key is asked for.
-
-    Then its groups end. A thread of each gloo group polls a hundred times a second: ranks that had kept
-    the meshes of all tests took a tenth of a core each while they waited.
-    """
-    if key not in _open:
-        for value in _open.values():
-            if hasattr(value, "close"):
-                value.close()
-        _open.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _open[key] = make()
-    value: Value = _open[key]
-    return value

@@ -13,7 +13,7 @@ from fulgurite.parallel.context import ContextParallel, merge_shards
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel.engine_cases import PLAIN, Tokens, report_hang, use_graphs
-from tests.ranks import keep_open
+from tests.ranks import open_once
 
 
 class Found(NamedTuple):
@@ -89,7 +89,7 @@ def generate_captured_on_gpu(
 
 def exchange(tokens: int) -> str:
     """What is wrong with the exchange of so many tokens; each rank knows what all of them have."""
-    mesh = keep_open("context", lambda: Mesh(context=4, timeout=60))
+    mesh = open_once("context", lambda: Mesh(context=4, timeout=60))
     context = ContextParallel(mesh.context)
     start, stop = context.local_range(tokens)
     x_TD = torch.arange(tokens * 3.0).view(tokens, 3)

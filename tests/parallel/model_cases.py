@@ -18,14 +18,14 @@ from fulgurite.models import CausalLM, ModelConfig, build_random_model
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import ARCHITECTURES, get_sharding_rules
 from fulgurite.parallel import AllToAllDispatcher, Mesh, Placement, parallelize
-from tests.ranks import keep_open
+from tests.ranks import open_once
 
 Shape = tuple[int, int, int]
 
 
 def mesh_of(shape: Shape) -> Mesh:
-    """The mesh of the last test if it has this shape."""
-    return keep_open(shape, lambda: Mesh(*shape, timeout=60))
+    """The mesh of this shape, made once."""
+    return open_once(shape, lambda: Mesh(*shape, timeout=60))
 
 
 def family(config: ModelConfig) -> ModelFamily:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,17 +16,15 @@ import fulgurite
 from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.transforms.fp8 import fp8_training
-from tests.ranks import keep_open
+from tests.parallel.model_cases import mesh_of
+from tests.ranks import open_once
 
 
 def mesh() -> DeviceMesh:
     """All ranks, in one dimension."""
-    return keep_open("all", _start)
-
-
-def _start() -> DeviceMesh:
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    world_size = int(os.environ["WORLD_SIZE"])
+    mesh_of((world_size, 1, 1))  # starts torch.distributed, and ends it
+    return open_once("all", lambda: init_device_mesh("cpu", (world_size,)))
 
 
 class Block(nn.Module):

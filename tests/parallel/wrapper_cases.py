@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,19 +35,16 @@ from fulgurite.models import ModelConfig
 from fulgurite.models.families.registry import get_sharding_rules
 from fulgurite.parallel import parallelize
 from tests.parallel.model_cases import loss_of, mesh_of, tokens_of, whole_model
-from tests.ranks import keep_open
+from tests.ranks import open_once
 
 WIDTH, STEPS = 16, 2
 
 
 def get_mesh() -> DeviceMesh:
     """All ranks, in one dimension."""
-    return keep_open("all", _start)
-
-
-def _start() -> DeviceMesh:
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    world_size = int(os.environ["WORLD_SIZE"])
+    mesh_of((world_size, 1, 1))  # starts torch.distributed, and ends it
+    return open_once("all", lambda: init_device_mesh("cpu", (world_size,)))
 
 
 class Block(nn.Module):

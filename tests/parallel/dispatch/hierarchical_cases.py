@@ -20,15 +20,15 @@ from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
 from fulgurite.parallel.topology import divide_into_nodes
 from tests.parallel.experts import expert_cases
 from tests.parallel.model_cases import distance
-from tests.ranks import keep_open
+from tests.ranks import open_once
 
 Nodes = tuple[int, ...]
 TOP_K = 3
 
 
 def axes_of(nodes: Nodes) -> NodeAxes:
-    """The axes of this process, with their groups, until another test asks for others."""
-    return keep_open(("nodes", nodes), lambda: _open_axes(nodes)).axes
+    """The axes of this process, with their groups, made once."""
+    return open_once(("nodes", nodes), lambda: _open_axes(nodes)).axes
 
 
 class _OpenAxes(NamedTuple):

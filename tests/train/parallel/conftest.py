@@ -17,18 +17,11 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         yield get
 
 
-@pytest.fixture(scope="package")
-def model_ranks() -> Iterator[Callable[[int], RankPool]]:
-    """The same for `model_parallel_cases`, whose ranks keep the mesh of the last test open."""
-    with keep_pools() as get:
-        yield get
+@pytest.fixture
+def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(4)
 
 
 @pytest.fixture
-def pool(model_ranks: Callable[[int], RankPool]) -> RankPool:
-    return model_ranks(4)
-
-
-@pytest.fixture
-def pair(model_ranks: Callable[[int], RankPool]) -> RankPool:
-    return model_ranks(2)
+def pair(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(2)

@@ -39,7 +39,7 @@ from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.parallel.layout_base import Degrees, ParallelLayout, RankMesh
 from fulgurite.train.parallel.tensor_layers import Region, VocabParallelLinear
 from fulgurite.train.step import OneRank
-from tests.ranks import keep_open
+from tests.ranks import open_once
 
 COMMON = {
     "vocab_size": 61,
@@ -223,8 +223,8 @@ def largest_errors(ranks: Sequence[Outcome], wanted: Outcome) -> dict[str, float
 
 
 def mesh_of(degrees: Degrees) -> RankMesh:
-    """The mesh of the last test if it has these degrees."""
-    return keep_open(degrees, lambda: RankMesh(degrees, timeout=240))
+    """The mesh with these degrees, made once."""
+    return open_once(degrees, lambda: RankMesh(degrees, timeout=240))
 
 
 @dataclass(frozen=True)
