@@ -72,14 +72,18 @@ def open_once(key: Hashable, make: Callable[[], Value]) -> Value:
 
 @contextmanager
 def keep_pools(
-    failure_grace: float = launch.FAILURE_GRACE,
+    failure_grace: float = launch.FAILURE_GRACE, *, closes_meshes: bool = True
 ) -> Iterator[Callable[[int], RankPool]]:
-    """`get(4)`: four processes, started when first asked for, and anew after a failure."""
+    """`get(4)`: four processes, started when first asked for, and anew after a failure.
+
+    `closes_meshes`: not where torch keeps groups by name, as in its caches of functions of DTensors.
+    """
+    make = TestRankPool if closes_meshes else RankPool
     running: dict[int, RankPool] = {}
 
     def get(count: int) -> RankPool:
         if count not in running or not running[count].is_alive:
-            running[count] = TestRankPool(count, failure_grace=failure_grace)
+            running[count] = make(count, failure_grace=failure_grace)
         return running[count]
 
     try:

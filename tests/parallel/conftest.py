@@ -31,3 +31,10 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     build_kernels()
     with keep_pools() as get:
         yield get
+
+
+@pytest.fixture(scope="module")
+def ranks_with_groups() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks that keep their groups over the tests of a file."""
+    with keep_pools(closes_meshes=False) as get:
+        yield get

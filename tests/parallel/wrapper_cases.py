@@ -43,7 +43,7 @@ WIDTH, STEPS = 16, 2
 def get_mesh() -> DeviceMesh:
     """All ranks, in one dimension."""
     world_size = int(os.environ["WORLD_SIZE"])
-    mesh_of((world_size, 1, 1))  # starts torch.distributed, and ends it
+    mesh_of((world_size, 1, 1))  # starts torch.distributed
     return open_once("all", lambda: init_device_mesh("cpu", (world_size,)))
 
 
