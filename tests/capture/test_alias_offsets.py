@@ -31,8 +31,10 @@ def return_one_of_several_views(a, w):
     return a[1:].T.chunk(2, -1)[0], a.unbind(0)[-1], a.split(2)[1].T, (w * a).sum()
 
 
-@pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(
+    ("start", "is_training"),
+    [(0, False), (3, False), (3, True), pytest.param(0, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "f", [return_one_of_several_views, write_all, write_a_slice, write_an_element]
 )

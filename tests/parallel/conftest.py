@@ -1,4 +1,4 @@
-"""Rank processes that live as long as the tests: each test sends them a function."""
+"""Rank processes that live as long as the tests of this folder: each test sends them a function."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from fulgurite.parallel.processes.launch import RankPool
 from tests.kernels.dispatch.cases import round_trip
 from tests.parallel.experts.expert_cases import make_experts, make_inputs
+from tests.ranks import keep_pools
 
 
 def build_kernels() -> None:
@@ -24,17 +25,16 @@ def build_kernels() -> None:
             round_trip(name, x)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(4)`: four processes, started when first asked for, and anew after a failure."""
-    running: dict[int, RankPool] = {}
     build_kernels()
+    with keep_pools() as get:
+        yield get
 
-    def get(count: int) -> RankPool:
-        if count not in running or not running[count].is_alive:
-            running[count] = RankPool(count)
-        return running[count]
 
-    yield get
-    for pool in running.values():
-        pool.close()
+@pytest.fixture(scope="module")
+def ranks_with_groups() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks that keep their groups over the tests of a file."""
+    with keep_pools(closes_meshes=False) as get:
+        yield get

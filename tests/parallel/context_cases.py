@@ -13,8 +13,7 @@ from fulgurite.parallel.context import ContextParallel, merge_shards
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel.engine_cases import PLAIN, Tokens, report_hang, use_graphs
-
-_meshes: list[Mesh] = []  # groups are made once
+from tests.ranks import open_once
 
 
 class Found(NamedTuple):
@@ -90,9 +89,8 @@ def generate_captured_on_gpu(
 
 def exchange(tokens: int) -> str:
     """What is wrong with the exchange of so many tokens; each rank knows what all of them have."""
-    if not _meshes:
-        _meshes.append(Mesh(context=4, timeout=60))
-    context = ContextParallel(_meshes[0].context)
+    mesh = open_once("context", lambda: Mesh(context=4, timeout=60))
+    context = ContextParallel(mesh.context)
     start, stop = context.local_range(tokens)
     x_TD = torch.arange(tokens * 3.0).view(tokens, 3)
     if not torch.equal(context.gather_tokens(x_TD[start:stop], tokens), x_TD):

@@ -18,16 +18,14 @@ from fulgurite.models import CausalLM, ModelConfig, build_random_model
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import ARCHITECTURES, get_sharding_rules
 from fulgurite.parallel import AllToAllDispatcher, Mesh, Placement, parallelize
+from tests.ranks import open_once
 
 Shape = tuple[int, int, int]
-_meshes: dict[Shape, Mesh] = {}
 
 
 def mesh_of(shape: Shape) -> Mesh:
-    """The same mesh for every test of a process: groups are made once."""
-    if shape not in _meshes:
-        _meshes[shape] = Mesh(*shape, timeout=60)
-    return _meshes[shape]
+    """The mesh of this shape, made once."""
+    return open_once(shape, lambda: Mesh(*shape, timeout=60))
 
 
 def family(config: ModelConfig) -> ModelFamily:

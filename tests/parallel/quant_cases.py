@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,17 +16,15 @@ import fulgurite
 from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.transforms.fp8 import fp8_training
-
-_meshes: dict[str, DeviceMesh] = {}
+from tests.parallel.model_cases import mesh_of
+from tests.ranks import open_once
 
 
 def mesh() -> DeviceMesh:
-    """One mesh a process."""
-    if "all" not in _meshes:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        _meshes["all"] = init_device_mesh("cpu", (dist.get_world_size(),))
-    return _meshes["all"]
+    """All ranks, in one dimension."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    mesh_of((world_size, 1, 1))  # starts torch.distributed
+    return open_once("all", lambda: init_device_mesh("cpu", (world_size,)))
 
 
 class Block(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +35,16 @@ from fulgurite.models import ModelConfig
 from fulgurite.models.families.registry import get_sharding_rules
 from fulgurite.parallel import parallelize
 from tests.parallel.model_cases import loss_of, mesh_of, tokens_of, whole_model
+from tests.ranks import open_once
 
 WIDTH, STEPS = 16, 2
-_meshes: list[DeviceMesh] = []
 
 
 def get_mesh() -> DeviceMesh:
-    """One mesh for all tests of a process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if not _meshes:
-        _meshes.append(init_device_mesh("cpu", (dist.get_world_size(),)))
-    return _meshes[0]
+    """All ranks, in one dimension."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    mesh_of((world_size, 1, 1))  # starts torch.distributed
+    return open_once("all", lambda: init_device_mesh("cpu", (world_size,)))
 
 
 class Block(nn.Module):

@@ -177,7 +177,12 @@ def test_padding_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Dots1ForCausalLM", "OlmoeForCausalLM"]
+    "architecture",
+    [
+        "Qwen3ForCausalLM",
+        "Dots1ForCausalLM",
+        pytest.param("OlmoeForCausalLM", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_is_one_graph_with_the_same_gradients(architecture):
     model = build_tiny(architecture)

@@ -22,10 +22,11 @@ from fulgurite.serve.remote.messages import Command, LoadFailed, LoadModel, Read
 from fulgurite.serve.remote.mock import MockEngine
 
 
-def run_engine(sock: socket.socket, started_seconds: float = 0.0) -> int:
+def run_engine(sock: socket.socket, process_seconds: float | None = None) -> int:
     """Load the model of the first message and serve it until the socket closes.
 
-    `started_seconds`: what the start of the process has taken so far.
+    `process_seconds`: what the start of the engine's own process has taken so far; None: it runs in a
+    thread of another's.
     """
     channel = Channel(sock, LoadModel | Command)
     try:
@@ -33,7 +34,7 @@ def run_engine(sock: socket.socket, started_seconds: float = 0.0) -> int:
         if request is None:
             return 0
         try:
-            engine = build_engine(request, started_seconds)
+            engine = build_engine(request, process_seconds or 0.0)
         except FulguriteError as error:
             send_and_flush(channel, LoadFailed(str(error)))
             return 1
@@ -41,8 +42,9 @@ def run_engine(sock: socket.socket, started_seconds: float = 0.0) -> int:
             LOG.exception("the model can't be loaded")
             send_and_flush(channel, LoadFailed(f"{type(error).__name__}: {error}"))
             return 1
-        gc.collect()
-        gc.freeze()  # the model's objects: later collections skip them
+        if process_seconds is not None:  # a thread would freeze the garbage of its process for ever
+            gc.collect()
+            gc.freeze()  # the model's objects: later collections skip them
         channel.send(Ready(engine.info))
         EngineLoop(engine, channel, faults=request.faults).run()
         return 0

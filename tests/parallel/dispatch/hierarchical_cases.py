@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fulgurite.cudagraph import capture_graph
 from fulgurite.errors import FulguriteError
 from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.kernels.moe.router_config import Routes
-from fulgurite.parallel import AllToAllDispatcher, apply_expert_parallel
+from fulgurite.parallel import AllToAllDispatcher, Mesh, apply_expert_parallel
 from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
 from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
 from fulgurite.parallel.dispatch.node_axes import NodeAxes, split_by_node
@@ -21,17 +21,29 @@ from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
 from fulgurite.parallel.symmetric.collectives import SymmetricCollectives
 from fulgurite.parallel.topology import divide_into_nodes
 from tests.parallel.experts import expert_cases
-from tests.parallel.model_cases import distance, mesh_of
+from tests.parallel.model_cases import distance
+from tests.ranks import open_once
 
 Nodes = tuple[int, ...]
 TOP_K = 3
 
 
-@cache
 def axes_of(nodes: Nodes) -> NodeAxes:
-    """The axes of this process; groups are made once."""
-    size = len(nodes)
-    return split_by_node(replace(mesh_of((size, 1, size)).expert, nodes=nodes))
+    """The axes of this process, with their groups, made once."""
+    return open_once(("nodes", nodes), lambda: _open_axes(nodes)).axes
+
+
+class _OpenAxes(NamedTuple):
+    axes: NodeAxes
+    mesh: Mesh
+
+    def close(self) -> None:
+        self.mesh.close()
+
+
+def _open_axes(nodes: Nodes) -> _OpenAxes:
+    mesh = Mesh(len(nodes), 1, len(nodes), timeout=60)
+    return _OpenAxes(split_by_node(replace(mesh.expert, nodes=nodes)), mesh)
 
 
 def compare(

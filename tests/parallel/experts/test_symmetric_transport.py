@@ -6,8 +6,6 @@ Equal to all experts on one rank, whose inputs are rounded as the wire format ro
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +16,7 @@ from fulgurite.parallel import Placement
 from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.parallel.symmetric.memory import SHARED_GPU_ENV
 from fulgurite.serve.llm import LLM
+from tests.forked import run_pytest
 from tests.parallel.engine_cases import PLAIN
 from tests.parallel.experts import transport_cases as cases
 from tests.parallel.test_engine import folder, greedy, prompts
@@ -63,20 +62,8 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_this_file_in_the_interpreter(marks):
     """Triton reads the environment when it is imported, so it takes a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-x",
-        "-m",
-        marks,
-        __file__,
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    result = run_pytest("-x", "-m", marks, __file__, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.output[-3000:]
 
 
 def call(function, arguments, options):

@@ -7,8 +7,6 @@ memory. Triton chooses it when kernels are imported, so this file then runs in a
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 
 from fulgurite.kernels.common.triton_import import HAS_TRITON
 from fulgurite.parallel.processes.launch import RankPool
+from tests.forked import run_pytest
 from tests.parallel.symmetric import collective_cases as cases
 
 ON_GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,12 +40,8 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.mark.skipif(ON_GPU or INTERPRETED, reason="these tests run in this process")
 def test_this_file_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    done = run_pytest(__file__, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.output[-5000:]
     assert "7 passed" in done.stdout, done.stdout[-500:]
 
 

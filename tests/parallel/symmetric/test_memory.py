@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from fulgurite.parallel import Mesh
 from fulgurite.parallel.symmetric.memory import SHARED_MEMORY, allocate_symmetric_buffer
-from tests.parallel.model_cases import mesh_of
 
 
 def write_and_read(count: int) -> tuple[list[int], list[str]]:
     """Each rank writes its number into all buffers at its own place; the buffer of this rank."""
-    with mesh_of((count, 1, count)) as mesh:
+    with Mesh(count, 1, count, timeout=60) as mesh:
         buffer = allocate_symmetric_buffer(mesh.expert, 4096, mesh.device)
         assert not buffer.data.any(), "a new buffer is zero"
         assert buffer.peer_pointers_W[mesh.expert.index] == buffer.data.data_ptr()

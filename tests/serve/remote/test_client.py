@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -53,6 +54,17 @@ async def collect(stream: TokenStream) -> tuple[list[int], str]:
         tokens += update.token_ids
         if update.finish is not None:
             return tokens, update.finish.reason
+
+
+def test_an_engine_in_a_thread_freezes_no_objects():
+    """What is frozen is never collected: each server of a process kept 70 MB after its end."""
+    before = gc.get_freeze_count()
+
+    async def body() -> None:
+        async with start():
+            assert gc.get_freeze_count() == before
+
+    run(body)
 
 
 def test_streams_of_many_requests():

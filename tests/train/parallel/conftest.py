@@ -1,4 +1,4 @@
-"""Rank processes that live as long as the tests: each test sends them a function."""
+"""Rank processes that live as long as the tests of this folder: each test sends them a function."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fulgurite.parallel.processes.launch import RankPool
+from tests.ranks import keep_pools
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(4)`: four processes, started when first asked for, and anew after a failure."""
-    running: dict[int, RankPool] = {}
+    with keep_pools(failure_grace=3.0) as get:
+        yield get
 
-    def get(count: int) -> RankPool:
-        if count not in running or not running[count].is_alive:
-            running[count] = RankPool(count, failure_grace=3.0)
-        return running[count]
 
-    yield get
-    for pool in running.values():
-        pool.close()
+@pytest.fixture
+def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(4)
+
+
+@pytest.fixture
+def pair(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(2)

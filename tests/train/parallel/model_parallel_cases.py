@@ -39,6 +39,7 @@ from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.parallel.layout_base import Degrees, ParallelLayout, RankMesh
 from fulgurite.train.parallel.tensor_layers import Region, VocabParallelLinear
 from fulgurite.train.step import OneRank
+from tests.ranks import open_once
 
 COMMON = {
     "vocab_size": 61,
@@ -220,14 +221,10 @@ def largest_errors(ranks: Sequence[Outcome], wanted: Outcome) -> dict[str, float
 
 # ---- over ranks ------------------------------------------------------------------------------------
 
-_meshes: dict[Degrees, RankMesh] = {}
-
 
 def mesh_of(degrees: Degrees) -> RankMesh:
-    """The same mesh for every test of a process: groups are made once."""
-    if degrees not in _meshes:
-        _meshes[degrees] = RankMesh(degrees, timeout=240)
-    return _meshes[degrees]
+    """The mesh with these degrees, made once."""
+    return open_once(degrees, lambda: RankMesh(degrees, timeout=240))
 
 
 @dataclass(frozen=True)

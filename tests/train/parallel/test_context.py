@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.mesh import Axis
-from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.parallel.context import check_context_degree, local_places, split_batch
 from fulgurite.train.parallel.layout_base import Degrees
 from tests.train.parallel import model_parallel_cases as cases
@@ -18,30 +15,19 @@ from tests.train.parallel.model_parallel_cases import Case
 TWO = Degrees(cp=2)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("name", ["qwen3", "tied", "dots1", "gemma2"])
 def test_two_ranks_train_as_one(pair, name):
-    cases.check(pair, Case(name, TWO, steps=20, count=1))
+    cases.check(pair, Case(name, TWO, steps=8, count=1))
 
 
 def test_fifty_steps_of_whole_rows(pair):
     cases.check(pair, Case("qwen3", TWO, steps=50, count=1, documents=False))
 
 
-def test_compiled_layers_train_as_one(pair):
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_compiled_layers_train_as_one(pair, steps):
     """The all-gather of keys is an op of the graph."""
-    for outcome in cases.check(pair, Case("qwen3", TWO, steps=50, count=1, compile=True)):
+    for outcome in cases.check(pair, Case("qwen3", TWO, steps=steps, count=1, compile=True)):
         assert outcome.compiled.collectives["axis_all_gather"] and not outcome.compiled.breaks
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.config import ParallelSection, TrainConfig
 from fulgurite.train.parallel.layout_base import Degrees
 from fulgurite.train.parallel.pipeline import check_pipeline, rank_of_stage
@@ -19,18 +17,6 @@ from tests.train.parallel.model_parallel_cases import Case
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 TWO = Degrees(pp=2)
 FIVE = {"num_hidden_layers": 5}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def make_case(name: str, degrees: Degrees, schedule: str, steps: int, count: int = 4) -> Case:
@@ -49,7 +35,10 @@ def test_fifty_steps_train_as_one(pair):
     cases.check(pair, make_case("tied", TWO, "1f1b", 50, 2))
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("1f1b", 50), ("zero_bubble", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [("1f1b", 8), ("zero_bubble", 4), pytest.param("1f1b", 50, marks=pytest.mark.slow)],
+)
 def test_compiled_layers_train_as_one(pair, schedule, steps):
     """Linears whose weight gradients come later run between graphs."""
     case = replace(make_case("tied", TWO, schedule, steps), compile=True)
