@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fulgurite.parallel.processes import launch
@@ -30,7 +31,12 @@ _open: dict[Hashable, Any] = {}
 
 
 def preload_rank_imports() -> None:
-    """Call it before the first rank: the fork server starts with that one."""
+    """Call it before the first rank: the fork server starts with that one.
+
+    Not on a machine with a GPU: some of these imports ask for the GPUs, and CUDA can't be used after a fork.
+    """
+    if torch.cuda.is_available():
+        return
     launch.PRELOADED_MODULES[:] = dict.fromkeys([*launch.PRELOADED_MODULES, *PRELOADED])
 
 
