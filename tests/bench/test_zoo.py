@@ -25,7 +25,7 @@ from fulgurite.bench.zoo import (
     torchvision_models,
 )
 from fulgurite.bench.zoo import transformers_models as hub
-from fulgurite.bench.zoo.build import KEEP_ALL, disable_dropout, run_training
+from fulgurite.bench.zoo.build import KEEP_ALL, disable_dropout, disable_sampling, run_training
 from fulgurite.bench.zoo.catalog import MODELS, ZooModel, build_case, select
 from fulgurite.bench.zoo.compare import find_differences, flatten, relative_error
 from fulgurite.bench.zoo.sizes import SIZES, choose_sizes
@@ -130,6 +130,13 @@ def test_dropout_stays_in_the_graph_but_drops_nothing():
     assert module[0].p == KEEP_ALL and module[1].p == 0.0
     x = torch.randn(100)
     torch.testing.assert_close(module(x), x)
+
+
+def test_routers_do_not_sample():
+    router = type("PhimoeTopKRouter", (torch.nn.Linear,), {})(4, 2)
+    module = torch.nn.Sequential(router, torch.nn.Dropout()).train()
+    disable_sampling(module)
+    assert not module[0].training and module[1].training
 
 
 def test_cases_are_the_same_each_time_they_are_built():

@@ -16,7 +16,7 @@ from fulgurite.errors import ArgumentError
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.library.Library]:
     """Three plain operators: one lies, one is functional, one declares its mutation."""
     monkeypatch.setenv("FULGURITE_VERIFY", "1")
-    found = torch.library.Library("false_schemas", "FRAGMENT")  # noqa: TOR901
+    found = torch.library.Library("false_schemas", "FRAGMENT")
     found.define("lies(Tensor x, Tensor y) -> Tensor")
     found.define("functional(Tensor x, Tensor y) -> Tensor")
     found.impl("lies", lambda x, y: y.mul_(2) + x, "CPU")

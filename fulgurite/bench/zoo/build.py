@@ -1,7 +1,7 @@
 """A model of the zoo ready to run: module, inputs, a loss.
 
 In: a `ZooModel`. Out: a `Case`. Dropout stays in the program with a probability of 1e-30, as in torch's benchmarks:
-nothing is dropped, so results of two random number generators can be compared.
+nothing is dropped, so results of two random number generators can be compared. Routers do not sample.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fulgurite.bench.zoo.compare import flatten
 
 KEEP_ALL = 1e-30  # probability of dropout
+SAMPLING_ROUTERS = ("PhimoeTopKRouter",)  # which draw the experts of a token at random in training
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ def disable_dropout(module: nn.Module) -> None:
             )
             if named and isinstance(value, float) and value > 0:
                 setattr(part, name, KEEP_ALL)
+
+
+def disable_sampling(module: nn.Module) -> None:
+    """Let routers that sample experts in training choose the best ones, as in inference."""
+    for part in module.modules():
+        if type(part).__name__ in SAMPLING_ROUTERS:
+            part.eval()
 
 
 def move(value: Any, device: str, dtype: torch.dtype) -> Any:

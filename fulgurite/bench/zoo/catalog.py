@@ -19,6 +19,7 @@ from fulgurite.bench.zoo import inputs, timm_models, torchvision_models, transfo
 from fulgurite.bench.zoo.build import (
     Case,
     disable_dropout,
+    disable_sampling,
     model_loss,
     move,
     seed_everything,
@@ -117,6 +118,7 @@ def build_case(
             loss = sum_of_means
     disable_dropout(module)
     module.train(training).to(device, dtype)
+    disable_sampling(module)
     return Case(module, move(args, device, dtype), move(kwargs, device, dtype), loss)
 
 
