@@ -258,10 +258,10 @@ def run_host(options: argparse.Namespace) -> None:
     def save() -> Path:
         return results.save_results("host", options.device, rows, options.output)
 
-    quick, cases, meshes = options.quick, make_cases(options.device), host_ranks.CASES
+    quick, cases = options.quick, make_cases(options.device)
+    meshes = host_ranks.CASES[:1] if quick else host_ranks.CASES
     if quick:
         cases = [case for case in cases if case.function is not rms_norm]
-        meshes = meshes[:1]
     with Progress(transient=True) as progress:
         bar = progress.add_task("host", total=len(cases) + len(meshes))
         for case in cases:

@@ -65,7 +65,9 @@ class TrainingGraphs:
     forward: RunnableGraph | None = None
     backward: RunnableGraph | None = None  # with all tangents; built when it is first needed
     backward_graphs: BackwardGraphs | None = None  # without the tangents that have no gradient
-    missing: tuple[int, ...] = ()  # tangents without a gradient in the call that builds the first graph
+    missing: tuple[
+        int, ...
+    ] = ()  # tangents without a gradient in the call that builds the first graph
 
     def read_signature(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> None:
         metadata = TracingContext.get().fw_metadata
@@ -137,9 +139,7 @@ def call_training_graph(
     return call if library is None else library.make_callable("call_training", (cell, call))
 
 
-def extend_aot_backward(
-    graphs: TrainingGraphs, tangents: Sequence[Tangent], function: Any
-) -> None:
+def extend_aot_backward(graphs: TrainingGraphs, tangents: Sequence[Tangent], function: Any) -> None:
     """Let AOTAutograd's autograd function, which runs the first call, do what `backward` below does.
 
     It takes batched gradients, outputs without a gradient, and is differentiable. AOTAutograd's own hook for

@@ -21,7 +21,9 @@ TIMED_CALLS = 3  # of the host, and of the device; the fastest one counts: other
 # of the host's time to the device's. A graph also removes the gaps between kernels (1 to 2 µs each on an
 # H200), and the host takes 5 to 8 µs to launch one: below this, there are at most 2% to gain.
 MIN_HOST_SHARE = 0.1
-MIN_GAIN = 1.02  # of a graph over calls without it; two readings of a device's time differ by less than 1%
+MIN_GAIN = (
+    1.02  # of a graph over calls without it; two readings of a device's time differ by less than 1%
+)
 # Gain per share of the device's memory: a graph that keeps a tenth of it must be 20% faster than one that keeps none.
 # A larger batch gains about as much by the memory.
 GAIN_PER_MEMORY = 2.0
