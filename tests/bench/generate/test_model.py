@@ -172,7 +172,7 @@ def test_a_whole_run_on_a_gpu(tmp_path):
 def test_kernels_compiled_ahead_do_not_change_tokens(name, tmp_path):
     fields = find_preset(name)
     if name != "tiny-moe":
-        small = {"vocab_size": 512, "num_experts": 8, "num_hidden_layers": 4}
+        small = {"vocab_size": 512, "num_experts": 16, "num_hidden_layers": 4}
         fields = ConfigFields({**fields.values, **small}, name)
     write_random_checkpoint(fields, tmp_path / "c", None, share_layers=True)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
