@@ -98,9 +98,12 @@ def remove_tangents(
             elif node.target in ADDITIONS:
                 _drop_summand(graph, node, zeros)
     _return_none(graph, zeros)
+    filled = _Zeros(graph)
     for node in [node for node in graph.nodes if node in zeros]:
         if any(user not in zeros for user in node.users):
-            _fill_with_zeros(graph, node, zeros)
+            node.replace_all_uses_with(
+                filled.like(node), delete_user_cb=lambda user: user not in zeros
+            )
     for node in reversed([node for node in graph.nodes if node in zeros]):
         graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -152,22 +155,30 @@ def _return_none(graph: fx.Graph, zeros: set[fx.Node]) -> None:
         output.meta["desc"] = [None if node is None else desc for desc, node in pairs]
 
 
-def _fill_with_zeros(graph: fx.Graph, node: fx.Node, zeros: set[fx.Node]) -> None:
-    """Give the users that need the value a tensor of zeros with its strides."""
-    value = fake_value(node)
-    assert isinstance(value, FakeTensor), f"{node} is zero and no tensor"
-    size, stride = list(value.shape), list(value.stride())
-    is_contiguous = value.is_contiguous()
-    span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    after = next(n for n in graph.nodes if n.op != "placeholder")
-    position = after if node.op == "placeholder" else node
-    with graph.inserting_before(position), use_fake_mode(value.fake_mode):
-        shape = size if is_contiguous else [span]
-        filled = graph.call_function(aten.full.default, (shape, 0), options)
-        set_fake_value(filled, aten.full.default(shape, 0, **options))
-        if not is_contiguous:
-            strided = graph.call_function(aten.as_strided.default, (filled, size, stride))
-            set_fake_value(strided, aten.as_strided.default(fake_value(filled), size, stride))
-            filled = strided
-    node.replace_all_uses_with(filled, delete_user_cb=lambda user: user not in zeros)
+class _Zeros:
+    """Tensors of zeros at the beginning of a graph, one for each layout."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.made = graph, {}  # type: tuple[fx.Graph, dict[Any, fx.Node]]
+        self.first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def like(self, node: fx.Node) -> fx.Node:
+        value = fake_value(node)
+        assert isinstance(value, FakeTensor), f"{node} is zero and no tensor"
+        size, stride = list(value.shape), list(value.stride())
+        key = (*size, *stride, value.dtype, value.device)
+        if key not in self.made:
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            shape = size if value.is_contiguous() else [span]
+            with self.graph.inserting_before(self.first), use_fake_mode(value.fake_mode):
+                made = self._call(aten.full.default, (shape, 0), options)
+                if not value.is_contiguous():
+                    made = self._call(aten.as_strided.default, (made, size, stride), {})
+            self.made[key] = made
+        return self.made[key]
+
+    def _call(self, op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(op, args, options)
+        set_fake_value(node, op(*fx.node.map_arg(args, fake_value), **options))
+        return node

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fulgurite
 from fulgurite.capture import training, training_native
+from fulgurite.capture.unused_outputs import remove_tangents
+from fulgurite.trace.node_meta import fake_value, set_fake_value
 
 
 class LanguageModel(nn.Module):
@@ -88,6 +91,22 @@ def test_zeros_that_an_op_needs_are_made(entry):
     for _ in range(3):
         (found,) = torch.autograd.grad(compiled(x)[0], x)
         torch.testing.assert_close(found, x.cos().detach())
+
+
+def test_zeros_of_one_layout_are_made_once():
+    x, graph, mode = torch.randn(3, 3), fx.Graph(), FakeTensorMode()
+    nodes = [graph.placeholder(name) for name in "xabc"]
+    for node, value in zip(nodes, [x, x, x, x.t()], strict=True):
+        set_fake_value(node, mode.from_tensor(value))
+    sums = [graph.call_function(torch.ops.aten.cumsum.default, (n, 0)) for n in nodes]
+    for node in sums:
+        set_fake_value(node, fake_value(nodes[0]))
+    graph.output(tuple(sums))
+    found = remove_tangents(fx.GraphModule({}, graph), 3, (0, 1, 2))
+    kinds = [str(node.target) for node in found.graph.nodes if "full" in str(node.target)]
+    assert len(kinds) == 2, found.graph
+    for result, value in zip(found(x), [x.cumsum(0), 0 * x, 0 * x, 0 * x], strict=True):
+        torch.testing.assert_close(result, value)
 
 
 def test_double_backward_and_batched_gradients(entry):
