@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fulgurite.errors import ArgumentError
+from fulgurite.serve.structured.schema_size import as_list
 from fulgurite.serve.structured.sources import escape_regex
 from fulgurite.serve.structured.tag_fields import read_list, read_object, read_text
 
@@ -34,7 +35,7 @@ def add_list(builder: LarkBuilder, format: Any, depth: int, is_last: bool) -> st
     """`elements`: `content`, and `required` or not; `separator`. The size is linear."""
     separator = builder.add_literal(read_text(format, "separator"))
     head = tail = '""'  # of what is left, without and with an element before it
-    for one in reversed(format.get("elements") or []):
+    for one in reversed(as_list(format.get("elements"))):
         if not isinstance(one, dict):
             raise ArgumentError("an element of a list in the structural tag is not an object")
         element = builder.add_format(one.get("content"), depth + 1, False)
@@ -47,10 +48,10 @@ def add_list(builder: LarkBuilder, format: Any, depth: int, is_last: bool) -> st
 
 
 def add_text_with_calls(builder: LarkBuilder, format: Any, depth: int, is_last: bool) -> str:
-    """`calls`: `trigger`, or `pattern` for a regex; `content`; `repeat`, more of it; `ends`.
+    """`calls`: `triggers`, or `pattern` for a regex; `content`; `repeat` and `tail`; `ends`.
 
+    `repeat` is the index of one of `repeats`: formats of further calls, which come before `tail`.
     `must_close`: a call without one of its `ends` is not complete.
-
     `reasoning`: `opens` and `closes`, and `is_open` if the prompt has opened it. `ignored`: special
     tokens that may stand in the text.
     """
@@ -59,7 +60,12 @@ def add_text_with_calls(builder: LarkBuilder, format: Any, depth: int, is_last: 
     ignored = [
         builder.add_literal(one) for one in read_texts(format, "ignored") if builder.is_special(one)
     ]
-    calls = [read_call(builder, one, depth) for one in read_list(format, "calls")]
+    repeats = [builder.add_format(one, depth + 1, False) for one in as_list(format.get("repeats"))]
+    calls = [
+        call
+        for one in read_list(format, "calls")
+        for call in read_calls(builder, one, repeats, depth)
+    ]
     opens = read_texts(read_object(format, "reasoning", {}), "opens")
     text_opens = [one for one in opens if not builder.is_special(one)]
     rest = add_segments(builder, calls, ignored, "TEXT")
@@ -111,23 +117,29 @@ class CallRules:
         return builder.add_text_until(self.trigger, before)
 
 
-def read_call(builder: LarkBuilder, call: Any, depth: int) -> CallRules:
+def read_calls(
+    builder: LarkBuilder, call: Any, repeats: Sequence[str], depth: int
+) -> list[CallRules]:
+    """The rules of a call, for each of its triggers."""
     if not isinstance(call, dict):
         raise ArgumentError("a call of the structural tag is not an object")
-    trigger = read_text(call, "trigger") if "trigger" in call else ""
-    pattern = "" if trigger else read_text(call, "pattern")
+    triggers = read_texts(call, "triggers")
     content = builder.add_format(call.get("content"), depth + 1, False)
-    body = content
-    if call.get("repeat") is not None:
-        body = f"{content} ({builder.add_format(call['repeat'], depth + 1, False)})*"
-    elif trigger:
-        body = f"{content} ({builder.add_literal(trigger)} {content})*"
     ends = read_texts(call, "ends")
     closing = builder.add_rule(" | ".join(map(builder.add_literal, ends))) if ends else ""
-    if closing:
-        body = content
     must_close = bool(closing and call.get("must_close"))
-    return CallRules(trigger, pattern, builder.add_rule(body), closing, must_close)
+    if "repeat" in call:
+        index = call["repeat"]
+        if not isinstance(index, int) or index not in range(len(repeats)):
+            raise ArgumentError("'repeat' of the structural tag is no index of 'repeats'")
+        tail = builder.add_format(call.get("tail"), depth + 1, False)
+        content = builder.add_rule(f"{content} ({repeats[index]})* {tail}")
+    elif triggers and not closing:
+        markers = " | ".join(map(builder.add_literal, triggers))
+        content = builder.add_rule(f"{content} (({markers}) {content})*")
+    if not triggers:
+        return [CallRules("", read_text(call, "pattern"), content, closing, must_close)]
+    return [CallRules(one, "", content, closing, must_close) for one in triggers]
 
 
 def add_segments(

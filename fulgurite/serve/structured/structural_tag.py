@@ -6,7 +6,8 @@ Two forms, those of vLLM and xgrammar:
     {"format": {"type": ...}}                                          formats, which can be nested
 
 A format is const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags or
-tags_with_separator; strict tools use three more (call_text.py). Text before a tag ends where a trigger does: no reply has a trigger in its text
+tags_with_separator. Strict tools use three more (call_text.py), and `ref` for one of the tag's
+`definitions`. Text before a tag ends where a trigger does: no reply has a trigger in its text
 without a tag. Begins, ends and triggers may be special tokens, alone or at their beginning.
 """
 
@@ -46,6 +47,8 @@ class LarkBuilder:
         self.special_ids, self.json_options = special_ids, json_options
         self.rules: list[str] = []
         self.schemas: list[Any] = []
+        self.definitions: dict[str, Any] = {}
+        self.references: dict[str, str] = {}  # their rules
         texts = sorted(special_ids, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, texts))) if texts else None
 
@@ -125,6 +128,17 @@ class LarkBuilder:
                 next=f"use {', '.join(FORMATS)}",
             )
         return add(self, format, depth, is_last)
+
+    def add_reference(self, format: Any, depth: int, is_last: bool) -> str:
+        """One of the tag's `definitions`, whose rule is shared."""
+        name = read_text(format, "name")
+        if name not in self.references:
+            definition = self.definitions.pop(name, None)  # one that refers to itself is not found
+            if definition is None:
+                raise ArgumentError(f"the structural tag has no definition {name[:100]!r}")
+            expression = self.add_format(definition, depth + 1, False)
+            self.references[name] = self.add_rule(expression)
+        return self.references[name]
 
     def add_const_string(self, format: Any, depth: int, is_last: bool) -> str:
         return self.add_literal(read_text(format, "value"))
@@ -218,6 +232,7 @@ FORMATS: dict[str, Callable[[LarkBuilder, Any, int, bool], str]] = {
     "tag": LarkBuilder.add_tag,
     "triggered_tags": LarkBuilder.add_triggered_tags,
     "tags_with_separator": LarkBuilder.add_separated_tags,
+    "ref": LarkBuilder.add_reference,
     "list": add_list,
     "text_with_calls": add_text_with_calls,
     "harmony_calls": add_harmony_calls,
@@ -247,4 +262,6 @@ def to_lark(
 ) -> tuple[str, list[Any]]:
     """The Lark grammar of a structural tag, and the schemas in it; ArgumentError if it is wrong."""
     builder = LarkBuilder(special_ids, json_options)
+    if isinstance(tag, dict):
+        builder.definitions = dict(read_object(tag, "definitions", {}))
     return builder.build(builder.add_format(read_format(tag))), builder.schemas

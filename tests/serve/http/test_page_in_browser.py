@@ -107,6 +107,7 @@ def chat(browser: Any, server: FakeServer) -> Iterator[Chat]:
     """A new page with nothing kept. After the test: no breach of the policy, no error of a script."""
     page = Chat(browser, server)
     page.open()
+    page.wait(lambda: page.run("return typeof saveMessages == 'function'"))  # scripts have run
     page.run(
         "localStorage.clear(); sessionStorage.clear(); removeEventListener('pagehide', saveMessages)"
     )

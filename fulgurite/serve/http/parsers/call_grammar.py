@@ -6,13 +6,12 @@ call then follows the schema of a tool with `"strict": true`. Other tools take a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.http.parsers.reasoning import ReasoningFormat
-from fulgurite.serve.http.parsers.syntax.calls import CallSyntax
 from fulgurite.serve.http.parsers.syntax.json_calls import JsonCalls, NamedCalls
 from fulgurite.serve.http.parsers.syntax.pythonic_calls import PythonicCalls
 from fulgurite.serve.http.parsers.syntax.tagged_calls import TaggedCalls
@@ -22,6 +21,7 @@ from fulgurite.serve.http.parsers.syntax.written import (
     constant,
     either,
     json_value,
+    reference,
     regex,
     separated,
     sequence,
@@ -55,23 +55,79 @@ def write_call_grammar(
     is_in_reasoning: bool,
 ) -> dict[str, Any]:
     """The structural tag of a reply; ArgumentError for a schema that the format can't enforce."""
-    format, written = read_strictly(format), [read_tool(tool) for tool in tools]
+    written = [read_tool(tool) for tool in tools]
     if format.name == "harmony":
         calls = [{"name": one.name, "content": json_value(one.schema)} for one in written]
-        tag = {"type": "harmony_calls", "calls": calls, "is_open": is_in_reasoning}
-        return {"format": tag}
-    marked = write_marked_calls(format, written)
-    ends = {
-        "ends": list(format.closes),
-        "must_close": format.example.endswith(format.closes),
-    }
-    triggered = [{"trigger": open, "content": marked, **ends} for open in format.opens]
-    bare = [one for tool in written for one in write_bare_calls(format, tool, written)]
-    tag = {"type": "text_with_calls", "calls": triggered + bare, "ignored": list(format.ignored)}
-    if reasoning is not None:
-        opens, closes = list(reasoning.opens), list(reasoning.closes)
-        tag["reasoning"] = {"opens": opens, "closes": closes, "is_open": is_in_reasoning}
-    return {"format": tag}
+        return {"format": {"type": "harmony_calls", "calls": calls, "is_open": is_in_reasoning}}
+    return GrammarWriter(read_strictly(format), written).write(reasoning, is_in_reasoning)
+
+
+class GrammarWriter:
+    """Writes the grammar of one format. Arguments stand in `definitions`: several calls use them."""
+
+    def __init__(self, format: ToolFormat, tools: Sequence[WrittenTool]) -> None:
+        self.format, self.tools = format, tools
+        self.definitions = {
+            f"{index}.{tool.name}": syntax.write_arguments(tool)
+            for index, syntax in enumerate(format.syntaxes)
+            for tool in tools
+        }
+
+    def write(self, reasoning: ReasoningFormat | None, is_in_reasoning: bool) -> dict[str, Any]:
+        format = self.format
+        marked: dict[str, Any] = {
+            "triggers": list(format.opens),
+            "content": either(*map(self.write_marked_calls, range(len(format.syntaxes)))),
+            "ends": list(format.closes),
+            "must_close": format.example.endswith(format.closes),
+        }
+        tag: dict[str, Any] = {"type": "text_with_calls", "calls": [marked]}
+        tag["ignored"] = list(format.ignored)
+        if format.bare_opens:
+            tag["repeats"] = list(map(self.write_next_call, range(len(format.syntaxes))))
+            tag["calls"] = [marked, *self.write_bare_calls()]
+        if reasoning is not None:
+            opens, closes = list(reasoning.opens), list(reasoning.closes)
+            tag["reasoning"] = {"opens": opens, "closes": closes, "is_open": is_in_reasoning}
+        return {"format": tag, "definitions": self.definitions}
+
+    def write_calls(self, index: int) -> Format:
+        """A call of any tool in one of the format's syntaxes."""
+        syntax = self.format.syntaxes[index]
+        return either(
+            *(syntax.write_call(one.name, reference(f"{index}.{one.name}")) for one in self.tools)
+        )
+
+    def write_marked_calls(self, index: int) -> Format:
+        """What stands between the markers."""
+        format, syntax, calls = self.format, self.format.syntaxes[index], self.write_calls(index)
+        if isinstance(syntax, NamedCalls):
+            return calls
+        if format.in_list and not isinstance(syntax, TaggedCalls):
+            calls = sequence(constant("["), separated(calls, ", "), constant("]"))
+        elif syntax.repeats:
+            calls = separated(calls, "\n" if format.closes else "; ")
+        return sequence(SPACE, calls, LINE) if format.closes else sequence(SPACE, calls)
+
+    def write_next_call(self, index: int) -> Format:
+        """A call after another one without a marker between them."""
+        syntax, calls = self.format.syntaxes[index], self.write_calls(index)
+        if isinstance(syntax, TaggedCalls):
+            return sequence(LINE, calls)
+        return sequence(constant("; " if isinstance(syntax, JsonCalls) else ", "), calls)
+
+    def write_bare_calls(self) -> Iterator[dict[str, Any]]:
+        """Calls without a marker: they begin with the text that has the tool's name."""
+        for index, syntax in enumerate(self.format.syntaxes):
+            for tool in self.tools:
+                if isinstance(syntax, TaggedCalls):
+                    begin: dict[str, Any] = {"triggers": [syntax.write_head(tool.name)]}
+                else:
+                    assert isinstance(syntax, JsonCalls | PythonicCalls), "others have markers"
+                    begin = {"pattern": syntax.bare_pattern(tool.name)}
+                tail = constant("]" if isinstance(syntax, PythonicCalls) else "")
+                content = reference(f"{index}.{tool.name}")
+                yield {**begin, "content": content, "repeat": index, "tail": tail}
 
 
 def read_tool(tool: Mapping[str, Any]) -> WrittenTool:
@@ -88,52 +144,3 @@ def read_tool(tool: Mapping[str, Any]) -> WrittenTool:
         names = parameters.get("properties") or {}
         parameters = {"type": "object", "properties": {name: {} for name in names}}
     return WrittenTool(function["name"], parameters)
-
-
-def write_marked_calls(format: ToolFormat, tools: Sequence[WrittenTool]) -> Format:
-    """What stands between the markers of a format."""
-    forms = []
-    for syntax in format.syntaxes:
-        one = either(*(syntax.write_call(tool) for tool in tools))
-        if isinstance(syntax, NamedCalls):
-            forms.append(one)
-            continue
-        if format.in_list and not isinstance(syntax, TaggedCalls):
-            one = sequence(constant("["), separated(one, ", "), constant("]"))
-        elif syntax.repeats:
-            one = separated(one, "\n" if format.closes else "; ")
-        forms.append(sequence(SPACE, one, LINE) if format.closes else sequence(SPACE, one))
-    return either(*forms)
-
-
-def write_bare_calls(
-    format: ToolFormat, tool: WrittenTool, tools: Sequence[WrittenTool]
-) -> list[dict[str, Any]]:
-    """Calls of a tool that have no marker: they begin with the text that has its name."""
-    if not format.bare_opens:
-        return []
-    return [write_bare_call(syntax, tool, tools) for syntax in format.syntaxes]
-
-
-def write_bare_call(
-    syntax: CallSyntax, tool: WrittenTool, tools: Sequence[WrittenTool]
-) -> dict[str, Any]:
-    calls = either(*(syntax.write_call(one) for one in tools))
-    if isinstance(syntax, JsonCalls):
-        return {
-            "pattern": syntax.bare_pattern(tool.name),
-            "content": syntax.write_arguments(tool),
-            "repeat": sequence(constant("; "), calls),
-        }
-    if isinstance(syntax, PythonicCalls):
-        more = sequence(constant(", "), separated(calls, ", "), constant("]"))
-        return {
-            "pattern": syntax.bare_pattern(tool.name),
-            "content": sequence(syntax.write_arguments(tool), either(constant("]"), more)),
-        }
-    assert isinstance(syntax, TaggedCalls), "no other syntax has calls without a marker"
-    return {
-        "trigger": syntax.name_open + tool.name + syntax.name_ends[0],
-        "content": syntax.write_arguments(tool),
-        "repeat": sequence(LINE, calls),
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Sequence
@@ -245,6 +246,14 @@ def test_calls_in_the_reasoning_are_reasoning(is_special: bool, is_open: bool) -
         assert Reply(compiler, tag).write("Hm. " + call)
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "llama4_pythonic", "mistral"])
+def test_many_tools_fit(name: str) -> None:
+    """The size of a grammar is linear in the tools."""
+    tools = [make_tool(f"tool_{index}", WEATHER) for index in range(32)]
+    reply = Reply(make_compiler(), write_call_grammar(TOOL_FORMATS[name], None, tools, False))
+    assert reply.write("Hi")
+
+
 HARMONY = TOOL_FORMATS["harmony"]
 ANALYSIS = "<|channel|>analysis<|message|>to=functions.now?<|end|>"
 COMMENTARY = "<|start|>assistant<|channel|>commentary"
@@ -298,3 +307,32 @@ def test_schemas_that_a_format_cannot_enforce(
     tools = [make_tool("f", parameters)]
     with pytest.raises(ArgumentError, match=message):
         write_call_grammar(TOOL_FORMATS[name], None, tools, False)
+
+
+JUNK = (None, 5, -1, "", "x", [], ["x"], {}, {"type": "regex", "pattern": "("}, True)
+
+
+def find_places(value: Any) -> list[tuple[Any, Any]]:
+    """All containers in a JSON value, with their keys."""
+    keys = [*value] if isinstance(value, dict) else range(len(value))
+    found = []
+    for key in keys if isinstance(value, dict | list) else ():
+        found.append((value, key))
+        if isinstance(value[key], dict | list):
+            found += find_places(value[key])
+    return found
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama4_pythonic", "harmony"])
+def test_damaged_grammars_are_refused_or_work(name: str) -> None:
+    """A request may send such a structural tag itself: it never fails in another way."""
+    compiler, rng = make_compiler(list_markers(HARMONY)), random.Random(5)
+    for _ in range(60):
+        tag = write_call_grammar(TOOL_FORMATS[name], REASONING_FORMATS["think"], TOOLS[1:], False)
+        tag = json.loads(json.dumps(tag))
+        container, key = rng.choice(find_places(tag))
+        container[key] = rng.choice(JUNK)
+        spec = SamplingParams(structural_tag=tag).grammar_spec
+        assert spec is not None
+        with contextlib.suppress(ArgumentError):
+            compiler.check(spec)

@@ -80,8 +80,12 @@ class CallSyntax(Protocol):
 
     def read_call(self, reader: CallReader) -> Steps[None]: ...
 
-    def write_call(self, tool: WrittenTool) -> Format:
-        """The grammar of a call of this tool; `read_call` reads what it allows."""
+    def write_arguments(self, tool: WrittenTool) -> Format:
+        """The grammar of a call's arguments, and of what ends the call."""
+        ...
+
+    def write_call(self, name: str, arguments: Format) -> Format:
+        """The grammar of a call; `read_call` reads what it allows."""
         ...
 
 

@@ -56,13 +56,11 @@ class JsonCalls:
             raise NotACall
         yield from _ObjectReader(self, reader).read()
 
-    def write_call(self, tool: WrittenTool) -> Format:
+    def write_call(self, name: str, arguments: Format) -> Format:
         keys = regex('"name|"tool_call_id": "[0-9]{1,4}", "tool_name' if self.id_keys else '"name')
-        name = constant(f'": "{tool.name}"')
-        return sequence(constant("{"), keys, name, self.write_arguments(tool))
+        return sequence(constant("{"), keys, constant(f'": "{name}"'), arguments)
 
     def write_arguments(self, tool: WrittenTool) -> Format:
-        """What follows the name."""
         key = regex(', "(arguments|parameters)": ')
         return sequence(key, json_value(tool.schema), constant("}"))
 
@@ -197,11 +195,14 @@ class NamedCalls:
         if (yield from cursor.peek()) == "{":
             yield from copy_value(cursor, reader.arguments, reader.stops)
 
-    def write_call(self, tool: WrittenTool) -> Format:
+    def write_arguments(self, tool: WrittenTool) -> Format:
+        return json_value(tool.schema)
+
+    def write_call(self, name: str, arguments: Format) -> Format:
         values = {
-            "{name}": constant(tool.name),
+            "{name}": constant(name),
             "{number}": regex("[0-9]{1,4}"),
-            "{arguments}": json_value(tool.schema),
+            "{arguments}": arguments,
         }
         parts = re.split(r"(\{name\}|\{number\}|\{arguments\})", self.written)
         return sequence(*(values.get(part) or constant(part) for part in parts if part))

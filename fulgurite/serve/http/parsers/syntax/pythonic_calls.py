@@ -88,11 +88,10 @@ class PythonicCalls:
         reader.arguments(f"{', ' if index else '{'}{dump_json(key)}: ")
         yield from _LiteralReader(reader).read(word)
 
-    def write_call(self, tool: WrittenTool) -> Format:
-        return sequence(constant(f"{tool.name}("), self.write_arguments(tool))
+    def write_call(self, name: str, arguments: Format) -> Format:
+        return sequence(constant(f"{name}("), arguments)
 
     def write_arguments(self, tool: WrittenTool) -> Format:
-        """What follows the bracket."""
         elements = []
         for one in tool.properties:
             value = sequence(constant(f"{one.name}="), _write_literal(one.schema))

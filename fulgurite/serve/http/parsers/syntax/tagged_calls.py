@@ -128,13 +128,15 @@ class TaggedCalls:
         if end is None:
             raise EndOfOutput
 
-    def write_call(self, tool: WrittenTool) -> Format:
+    def write_call(self, name: str, arguments: Format) -> Format:
+        return sequence(constant(self.write_head(name)), arguments)
+
+    def write_head(self, name: str) -> str:
+        """Up to the end of the name."""
         end = self.name_ends[0]
-        head = self.name_open + tool.name + ("" if end.startswith("<") else end)
-        return sequence(constant(head), self.write_arguments(tool))
+        return self.name_open + name + ("" if end.startswith("<") else end)
 
     def write_arguments(self, tool: WrittenTool) -> Format:
-        """What follows the name."""
         line, parts = regex(r"\n?"), []
         for one in tool.properties:
             open = constant(self.key_open + one.name + self.key_end)

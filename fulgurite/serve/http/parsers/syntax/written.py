@@ -106,6 +106,11 @@ def separated(part: Format, separator: str) -> Format:
     }
 
 
+def reference(name: str) -> Format:
+    """A format of the tag's `definitions`."""
+    return {"type": "ref", "name": name}
+
+
 def escape_name(name: str) -> str:
     """A regex of a tool's name, which has letters, digits and _.-/:$@."""
     return "".join(rf"\{char}" if char in ".-/$" else char for char in name)
