@@ -50,6 +50,7 @@ class TestRankPool(RankPool):
     __test__ = False
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        launch._pickle_call(function, arguments)  # its error names the function of the test
         return super().run(_run_and_close, function, arguments)
 
 
