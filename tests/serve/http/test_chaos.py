@@ -75,8 +75,8 @@ def run(server: RunningServer, prompts: tuple[Prompt, ...], seed: int, **options
 
 
 @contextmanager
-def mock_server(**fields: Any) -> Iterator[RunningServer]:
-    options = {"max_sequences": 8, "tokens_per_step": 4, "step_seconds": 0.001}
+def mock_server(step_seconds: float = 0.001, **fields: Any) -> Iterator[RunningServer]:
+    options = {"max_sequences": 8, "tokens_per_step": 4, "step_seconds": step_seconds}
     fields = {"faults": True, "limits": LIMITS, "max_waiting": 16, **fields}
     with serve(mock_config(mock_options=options, **fields)) as running:
         yield running
@@ -245,7 +245,7 @@ def test_a_stalled_engine_is_ended_and_started_again():
 
 
 def test_requests_of_a_stalled_thread_fail_and_it_goes_on():
-    with mock_server(stall_seconds=1.0, stall_timeout=2.0) as server:
+    with mock_server(0.01, stall_seconds=1.0, stall_timeout=2.0) as server:
         client = server.app.server.clients[0]
         body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with PLAIN.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as reply:

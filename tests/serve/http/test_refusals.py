@@ -224,7 +224,8 @@ def test_a_timer_of_an_earlier_reply_does_not_cut_off_the_next(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"GET /he", b"\x00\r\n\r\n"], ids=["a part", "refused"])
-def test_a_server_that_ends_does_not_linger(data):
+def test_a_server_that_ends_does_not_linger(data, monkeypatch):
+    monkeypatch.setattr(protocol, "LINGER_IDLE_SECONDS", 60.0)
     with ExitStack() as stack:
         running = stack.enter_context(serve(mock_config()))
         host, port = running.url.removeprefix("http://").split(":")
@@ -233,4 +234,4 @@ def test_a_server_that_ends_does_not_linger(data):
             time.sleep(0.1)
             start = time.monotonic()
             stack.close()
-            assert time.monotonic() - start < protocol.LINGER_IDLE_SECONDS
+            assert time.monotonic() - start < 30  # on a busy machine, too
