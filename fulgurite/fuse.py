@@ -17,16 +17,21 @@ from fulgurite.compile import Compiled
 from fulgurite.errors import FusionError
 from fulgurite.executors import Executor
 from fulgurite.executors.fuser import FUSER, kernels_of
-from fulgurite.executors.torch import TorchExecutor
+from fulgurite.executors.torch import TORCH
 from fulgurite.options import make_options
 from fulgurite.trace import describe, source_of
 from fulgurite.trace.node_meta import fake_value
 
 
-class _HostCallsExecutor(TorchExecutor):
+class _HostCallsExecutor(Executor):
     """Assertions, reads of a size from data, and what follows from it: the host does these between
-    kernels, as eager does.
+    kernels, as eager does. It is no torch executor, to which regions could fall back.
     """
+
+    name = "torch"
+
+    def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        return TORCH.lower(region)
 
     def claims(self, node: fx.Node) -> bool:
         is_number = isinstance(

@@ -102,7 +102,8 @@ def measure(job: Job, wait_for_turn: Callable[[], None] = lambda: None) -> Row:
     """The row of a job. An exception of the model or of the compiler becomes its status."""
     row = job.describe()
     # TF32 would make eager's float32 convolutions too inexact to compare with
-    torch.backends.cudnn.allow_tf32 = job.dtype != torch.float32
+    if job.device == "cuda":
+        torch.backends.cudnn.allow_tf32 = job.dtype != torch.float32
     try:
         case = build_case(job.model, job.mode, job.device, job.dtype, job.sizes)
         idle_bytes = idle_memory(case, job.mode) if job.timing_budget else 0

@@ -166,9 +166,9 @@ def test_errors_are_those_of_eager(problem: str, mode: str) -> None:
 
 
 def test_offsets_out_of_order_are_an_error() -> None:
-    """torch's own results for them depend on the mode and the dtype."""
+    """torch's own results for them depend on the mode and the dtype; here it raises, too."""
     if support.TARGET != "cpp":
         pytest.skip("a GPU kernel traps on a device-side assert")
     fused = fulgurite.fuse(lambda i, w, o: F.embedding_bag(i, w, o, mode="sum") * 2)
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises((IndexError, RuntimeError), match="out of range|index_size"):
         fused(make_indices(), make_weight(), torch.tensor([0, 5, 4]))

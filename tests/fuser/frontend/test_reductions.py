@@ -65,7 +65,8 @@ def all_reductions(x: torch.Tensor) -> tuple:
 
 def test_axes() -> None:
     torch.manual_seed(0)
-    check_fused(all_reductions, torch.randn(3, 17, 33))
+    # sums of sixteenths are exact in any order: a mean near 0 has no luck in eager's rounding
+    check_fused(all_reductions, (torch.randn(3, 17, 33) * 16).round() / 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
