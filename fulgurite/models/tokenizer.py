@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -48,6 +49,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The number of token ids, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that `decode` leaves out with `skip_special_tokens`."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
 
     def check_vocab_size(self, model_vocab_size: int) -> None:
         """Raise if the model has no embedding for some of these tokens."""

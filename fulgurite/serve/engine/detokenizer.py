@@ -1,8 +1,8 @@
-"""Streaming detokenization: token ids in one by one, final text out.
+"""Streaming detokenization: token ids in, final text out.
 
-A token may end inside a character. Text that ends in the replacement character waits for the next
-token. A token may also end inside a stop string, so text that could become one waits, too. Emitted
-text never changes.
+A token may end inside a character. An incomplete character waits for the next tokens. A token may
+also end inside a stop string, so text that could become one waits, too. Emitted text never changes,
+and the whole text depends on the tokens alone, not on how many were pushed at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fulgurite.models.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING_TOKENS = 32  # a character has at most four bytes, so at most four tokens
+MAX_INCOMPLETE_BYTES = 3  # of a character
 CONTEXT_TOKENS = 5  # earlier tokens that may change how a token looks
 
 
@@ -22,6 +23,9 @@ class Detokenizer:
     The text of the first `min_tokens` tokens is not searched for stop strings.
     `skip_special_tokens`: special tokens have no text. `prompt_ids`: of a prompt that the reply goes on
     from, in the same text. Without it, SentencePiece drops a space at the beginning.
+
+    Only a window at the end of `visible_ids` is decoded again. It starts between two characters and,
+    because a decoder may drop the space in front of a text, has text before the pending tokens.
     """
 
     def __init__(
@@ -32,80 +36,111 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        self.skip_special_tokens = skip_special_tokens
-        self.min_tokens = min_tokens
         self.tokenizer = tokenizer
+        self.hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self.min_tokens = min_tokens
         self.stop_strings = tuple(stop_strings)
         self.stopped_by: str | None = None
         self.text = ""  # all emitted text
         self.pending_text = ""  # decoded, but perhaps the beginning of a stop string
         self.token_ids: list[int] = []
-        # Decoding starts some tokens back, because earlier tokens may change how a token looks.
-        self.decode_start = 0
-        self.num_emitted_tokens = 0
+        self.visible_ids: list[int] = []  # without the special tokens that have no text
+        self.window_start = 0
+        self.pending_start = 0  # after the last token that ended with a character
         self.prompt_ids = self._choose_context(prompt_ids)
-        self.num_emitted_chars = len(self._decode_from(0))  # of the text from `decode_start` on
+        self.window_text = self._decode_from(0)  # the window's text that is final
 
     def _choose_context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt; none if it ends inside a character."""
-        ids = list(prompt_ids[-CONTEXT_TOKENS:])
-        return [] if self._decode(ids).endswith(REPLACEMENT_CHARACTER) else ids
+        """The last tokens of a prompt, from the start of a character; none if it ends inside one."""
+        visible = [token for token in prompt_ids if token not in self.hidden_ids]
+        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_INCOMPLETE_BYTES + 1):
+            if REPLACEMENT_CHARACTER not in self._decode(visible[-size:]):
+                return visible[-size:]
+        return []
 
     def _decode_from(self, start: int) -> str:
         """The text of the tokens from `start` on; from 0 on, after the prompt's."""
-        tokens = self.token_ids[start:]
+        tokens = self.visible_ids[start:]
         return self._decode(tokens if start else [*self.prompt_ids, *tokens])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, self.skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _decode_window(self) -> str:
+        """The window's text, of which `window_text` is the beginning."""
+        text = self._decode_from(self.window_start)
+        if text.startswith(self.window_text):
+            return text
+        # With byte fallback, an invalid byte changes all bytes of its run, emitted ones included.
+        return self.window_text + self._decode(self.visible_ids[self.pending_start :])
 
     def push(self, token: int) -> str:
         """Add a token and return the text that became final."""
-        return self._push((token,))
+        self.token_ids.append(token)
+        if token in self.hidden_ids:
+            return ""
+        self.visible_ids.append(token)
+        return self._emit(self._advance(self._decode_window()))
 
     def push_all(self, tokens: Sequence[int]) -> str:
         """Add tokens up to the one that completes a stop string; return the text that became final.
 
         `token_ids` has those that were added.
         """
-        if not self.stop_strings:
-            return self._push(tokens) if tokens else ""
+        if not self.stop_strings and len(tokens) > 1:
+            num_visible = len(self.visible_ids)
+            self.visible_ids += (token for token in tokens if token not in self.hidden_ids)
+            text = self._decode_window()
+            if REPLACEMENT_CHARACTER not in text:
+                self.token_ids += tokens
+                return self._emit(self._advance(text))
+            del self.visible_ids[num_visible:]  # what is final depends on each token's end
         text = ""
         for token in tokens:
-            text += self._push((token,))
+            text += self.push(token)
             if self.stopped_by is not None:
                 break
         return text
 
-    def _push(self, tokens: Sequence[int]) -> str:
-        self.token_ids += tokens
-        text = self._decode_from(self.decode_start)
-        if not text.endswith(REPLACEMENT_CHARACTER):
-            new = text[self.num_emitted_chars :]
-            end = len(self.token_ids)
-            self.decode_start = max(self.num_emitted_tokens, end - CONTEXT_TOKENS)
-            self.num_emitted_tokens = end
-            self.num_emitted_chars = len(self._decode_from(self.decode_start))
-        elif len(self.token_ids) - self.num_emitted_tokens > MAX_PENDING_TOKENS:
-            # These bytes are no text; only the last three may still become a character.
-            end = len(self.token_ids) - 3
-            new = self._decode(self.token_ids[self.num_emitted_tokens : end])
-            self.decode_start, self.num_emitted_tokens, self.num_emitted_chars = end, end, 0
+    def _advance(self, text: str) -> str:
+        """The part of the window's text that is new and final. Moves the window."""
+        end = len(self.visible_ids)
+        size = len(text.rstrip(REPLACEMENT_CHARACTER))
+        if size == len(text):
+            new = text[len(self.window_text) :]
+            self._move_window(text)
+        elif end - self.pending_start > MAX_PENDING_TOKENS:
+            # No end of a character comes: all but the last bytes are final.
+            self.window_start = self.pending_start = max(end - MAX_INCOMPLETE_BYTES, 1)
+            last = self._decode_from(self.window_start)
+            held = min(len(text) - size, len(last), MAX_INCOMPLETE_BYTES)
+            if last.endswith(REPLACEMENT_CHARACTER):
+                held = min(held, len(last) - len(last.rstrip(REPLACEMENT_CHARACTER)))
+            new = text[len(self.window_text) : len(text) - held]
+            self.window_text = last[: len(last) - held]
         else:
-            return ""
-        return self._emit(new)
+            new = text[len(self.window_text) : size]
+            self.window_text += new
+        return new
+
+    def _move_window(self, text: str) -> None:
+        """All tokens have final text: keep the last few as the window."""
+        end = len(self.visible_ids)
+        for start in (max(self.pending_start, end - CONTEXT_TOKENS), self.pending_start):
+            last = self._decode_from(start)
+            if last and (start == self.pending_start or REPLACEMENT_CHARACTER not in last):
+                self.window_start, text = start, last
+                break
+        self.pending_start, self.window_text = end, text
 
     def finish(self) -> str:
         """The remaining text when no more tokens come, incomplete characters included."""
         if self.stopped_by is not None:
             return ""
-        new = ""
-        if self.num_emitted_tokens < len(self.token_ids):
-            text = self._decode_from(self.decode_start)
-            new = self._emit(text[self.num_emitted_chars :])
+        text = self._decode_window()
+        new = self._emit(text[len(self.window_text) :])
+        self.pending_start, self.window_text = len(self.visible_ids), text
         rest, self.pending_text = self.pending_text, ""
-        self.decode_start = self.num_emitted_tokens = len(self.token_ids)
-        self.num_emitted_chars = 0
         self.text += rest
         return new + rest
 

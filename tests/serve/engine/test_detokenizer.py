@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.serve.engine.detokenizer import MAX_PENDING_TOKENS, Detokenizer
@@ -40,7 +40,39 @@ def bytes_with_fallback() -> Backend:
         decoders.Strip(" ", 1, 0),
     ]
     backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
     return backend
+
+
+def byte_level_with_long_tokens() -> Backend:
+    """Byte-level tokens of one to four bytes, which start and end anywhere in a character."""
+    rng = random.Random(7)
+    letters = bytes_to_unicode()
+    text = "नमस्ते दुनिया 日本 é😀 abc".encode()
+    chunks = [letters[byte] for byte in range(256)]
+    for _ in range(200):
+        start = rng.randrange(len(text) - 4)
+        chunks.append("".join(letters[b] for b in text[start : start + rng.randrange(2, 5)]))
+    backend = Backend(models.BPE({chunk: id for id, chunk in enumerate(dict.fromkeys(chunks))}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    return backend
+
+
+def word_pieces() -> Backend:
+    chunks = ["[UNK]", "do", "n't", ".", ",", "##ing", "##s", "run", "'s", "é", "##é"]
+    backend = Backend(models.WordPiece({text: id for id, text in enumerate(chunks)}))
+    backend.decoder = decoders.WordPiece(cleanup=True)
+    backend.add_special_tokens([AddedToken("[SEP]", special=True)])
+    return backend
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """The letter that byte-level tokens have for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return {byte: letters.get(byte, chr(byte)) for byte in range(256)}
 
 
 def wrapped(backend: Backend) -> Tokenizer:
@@ -82,9 +114,104 @@ def test_invalid_utf8_is_emitted_eventually(tokenizer: Tokenizer) -> None:
     lead = tokenizer.encode("😀")[0]
     for _ in range(500):
         made.push(lead)
-        assert len(made.token_ids) - made.decode_start <= 2 * MAX_PENDING_TOKENS
+        assert len(made.token_ids) - made.window_start <= 2 * MAX_PENDING_TOKENS
     assert len(made.text) > 400
     assert made.push(tokenizer.encode("z")[0]).endswith("z")
+
+
+BACKENDS = {
+    "byte level": byte_tokenizer,
+    "byte level, long tokens": byte_level_with_long_tokens,
+    "byte fallback": bytes_with_fallback,
+    "word pieces": word_pieces,
+}
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
+    """Of all tokens, with runs of a few, so that bytes become characters, valid and invalid ones."""
+    ids: list[int] = []
+    for _ in range(rng.randrange(1, 12)):
+        few = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.choice([1, 2, 1000]))]
+        ids += rng.choices(few, k=rng.randrange(60))
+        special = tokenizer.vocab_size - 1
+        ids += [special] * rng.randrange(3)
+        ids += tokenizer.encode("".join(rng.choices("aé日😀 ", k=rng.randrange(8))))
+    return ids
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_text_does_not_depend_on_the_groups_of_tokens(name: str, seed: int) -> None:
+    tokenizer, rng = wrapped(BACKENDS[name]()), random.Random(seed)
+    ids, prompt = random_ids(rng, tokenizer), random_ids(rng, tokenizer)[: rng.choice([0, 9])]
+    skip, stops = rng.random() < 0.5, rng.choice([(), ("\N{REPLACEMENT CHARACTER}a", "zz")])
+    single = Detokenizer(tokenizer, stops, 0, skip, prompt)
+    for token in ids:
+        if single.stopped_by is None:
+            single.push(token)
+    single.finish()
+    for _ in range(5):
+        grouped, rest = Detokenizer(tokenizer, stops, 0, skip, prompt), ids
+        longest = rng.choice([2, 5, 50, 500])
+        while rest and grouped.stopped_by is None:
+            size = rng.randrange(1, longest)
+            grouped.push_all(rest[:size])
+            rest = rest[size:]
+        grouped.finish()
+        assert (grouped.text, grouped.stopped_by) == (single.text, single.stopped_by)
+        assert grouped.token_ids == single.token_ids
+    if name.startswith("byte level") and not stops and not prompt:
+        assert single.text == tokenizer.decode(ids, skip)
+
+
+def test_tokens_that_all_end_inside_a_character() -> None:
+    """Byte-level merges cross characters in scripts whose characters share their first bytes."""
+    letters, text = bytes_to_unicode(), "नमस्ते" * 40
+    data = text.encode()
+    ids = {letter: id for id, letter in letters.items()}
+    chunks = [data[:2], *(data[start : start + 3] for start in range(2, len(data), 3))]
+    words = ["".join(letters[byte] for byte in chunk) for chunk in chunks]
+    backend = Backend(
+        models.BPE({word: id for id, word in enumerate({**ids, **dict.fromkeys(words)})}, [])
+    )
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = wrapped(backend)
+    made, tokens = Detokenizer(tokenizer), [backend.token_to_id(word) for word in words]
+    for count, token in enumerate(tokens):
+        made.push(token)
+        assert made.text == text[:count]
+    made.finish()
+    assert made.text == text
+
+
+def test_emoji_in_groups_of_byte_tokens() -> None:
+    tokenizer, text = wrapped(bytes_with_fallback()), "😀😀😀 é日本 a"
+    ids = tokenizer.encode(text.replace(" ", "▁"))
+    for size in range(1, len(ids)):
+        made = Detokenizer(tokenizer)
+        for start in range(0, len(ids), size):
+            made.push_all(ids[start : start + size])
+        made.finish()
+        assert made.text == text
+
+
+def test_an_invalid_byte_does_not_change_emitted_text() -> None:
+    tokenizer = wrapped(bytes_with_fallback())
+    made = Detokenizer(tokenizer)
+    ids = [*tokenizer.encode("é"), tokenizer.token_id("<0xFF>"), tokenizer.token_id("a")]
+    chunks = [made.push(token) for token in ids]
+    assert chunks == ["", "é", "", "\N{REPLACEMENT CHARACTER}a"]
+
+
+def test_a_space_after_special_tokens_is_kept() -> None:
+    tokenizer = wrapped(bytes_with_fallback())
+    special = tokenizer.token_id("<end>")
+    made = Detokenizer(tokenizer)
+    ids = [*tokenizer.encode("a"), *[special] * 40, *tokenizer.encode("▁b")]
+    assert "".join(made.push(token) for token in ids) == tokenizer.decode(ids) == "a b"
+    made = Detokenizer(tokenizer)
+    made.push_all(ids)
+    assert made.text == "a b" and made.token_ids == ids
 
 
 @pytest.mark.parametrize("stops", [("END",), ("EN", "END"), ("ND", "xEND"), ("\n\n", "END")])
