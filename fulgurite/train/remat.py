@@ -44,7 +44,7 @@ SAVED_OPS = frozenset(
         "aten::_grouped_mm",
         "fulgurite::document_attention",
         "fulgurite::dense_linear",
-        "fulgurite::fused_experts",
+        "fulgurite::grouped_gemm",
     }
 )
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

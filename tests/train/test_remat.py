@@ -15,7 +15,7 @@ from fulgurite.compile import record_compilations
 from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
 from fulgurite.train.loss import LossModule, LossSums
-from fulgurite.train.remat import POLICIES, apply_remat, compiler_policy
+from fulgurite.train.remat import POLICIES, SAVED_OPS, apply_remat, compiler_policy
 from tests.train.parallel.model_parallel_cases import make_batches, make_model
 
 
@@ -50,6 +50,12 @@ def test_policies_compute_the_same(name):
         assert found.keys() == gradients.keys()
         assert all(torch.equal(found[key], gradients[key]) for key in gradients), policy
         assert (saved < most / 2) == (policy in ("selective", "full")), (policy, saved, most)
+
+
+@pytest.mark.parametrize("name", sorted(SAVED_OPS))
+def test_saved_operators_exist(name):
+    namespace, op = name.split("::")
+    assert hasattr(getattr(torch.ops, namespace), op)
 
 
 def test_selective_recomputes_no_matmul():

@@ -53,7 +53,7 @@ from fulgurite.train.step import OneRank, StepResult, TrainStep
 
 Row = dict[str, Any]
 EAGER, INDUCTOR, OURS = CANDIDATES = "eager", "torch.compile", "fulgurite"
-WARMUP_STEPS = {"cuda": 5, "cpu": 2}  # CUDA graphs are captured after a few calls
+WARMUP_STEPS = {"cuda": 24, "cpu": 2}  # CUDA graphs are measured and captured after some calls
 TIMED_STEPS = {"cuda": 10, "cpu": 5}
 CONFIG = TrainConfig(
     steps=1000,

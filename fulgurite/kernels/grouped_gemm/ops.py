@@ -6,7 +6,8 @@
 In: x [R, K]; `row_indices` int32 [S], the row of x of each sorted row (None: x is sorted itself);
 `row_weights` float32 [S], for routers that weight the input of an expert; `offsets` int32 [E], the
 ends of the experts' rows, read on the device only; weights [E, N, K], dense or quantized. Out: [S,
-N], or [S, N / 2] with a gate. Sums are in float32 and rounded once, after the gate, to x's dtype.
+N], or [S, N / 2] with a gate. Sums are in float32 and rounded once, after the gate, to x's dtype
+(training on a GPU rounds before the gate, too: backward reads these sums).
 Rows at and past `offsets[-1]` are zero. On GPUs, from some rows an expert on, integers in groups
 under 64 are rounded to x's dtype before they are multiplied.
 
@@ -23,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
 from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.gated_activation import NO_GATE, UNGATED, GatedActivation
 from fulgurite.kernels.gemm.quant_linear import check_bias
 from fulgurite.kernels.gemm.reference import UNQUANTIZED, upcast
-from fulgurite.kernels.grouped_gemm import cpu, reference, triton_grouped_gemm
+from fulgurite.kernels.grouped_gemm import cpu, reference, triton_grouped_gemm, triton_wgrad
 from fulgurite.kernels.grouped_gemm.args import DENSE, GroupedGemmArgs
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor, resolve_format
@@ -39,7 +41,7 @@ GROUPED_GEMM_KERNELS = {
     "cpu": cpu.grouped_gemm,
     "cuda": triton_grouped_gemm.grouped_gemm,
 }
-GROUPED_WGRAD_KERNELS = {"cuda": triton_grouped_gemm.grouped_wgrad}
+GROUPED_WGRAD_KERNELS = {"cuda": triton_wgrad.grouped_wgrad}
 
 
 @planned(GatedActivation)
@@ -67,6 +69,11 @@ def grouped_gemm(
         activations = UNQUANTIZED
     else:
         activations = resolve_format(activations).name
+    if gate.is_gated and row_weights_S is None and _saves_sums(x, weight):
+        sums = grouped_gemm(
+            x, offsets_E, weight, bias, row_indices_S=row_indices_S, positions=positions
+        )
+        return gate(upcast(sums)).to(x.dtype)
     arguments = (
         x, row_indices_S, positions, row_weights_S, offsets_E, data, scales, format, bias,
         activations, gate.kind, gate.alpha, gate.limit,
@@ -75,6 +82,16 @@ def grouped_gemm(
         return _run(*arguments)
     out: Tensor = grouped_gemm_op(*arguments)
     return out
+
+
+def _saves_sums(x: Tensor, weight: Tensor) -> bool:
+    """Whether backward reads the sums before the gate from memory: on a GPU, in training.
+
+    Elsewhere, and in deterministic mode, training rounds as inference does: once, after the gate.
+    """
+    has_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    is_dense = not isinstance(weight, QuantTensor)
+    return has_gradient and x.is_cuda and is_dense and not is_deterministic()
 
 
 def _check(x: Tensor, offsets: Tensor, weight: Tensor, gate: GatedActivation) -> None:

@@ -138,7 +138,7 @@ def grouped_gemm(args: GroupedGemmArgs) -> Any:
         config = heuristics_for(x.device).grouped_gemm_dense(
             args.num_rows, data.shape[0], args.gate.is_gated
         )
-        if config is not None and triton_dense.supports_tma(x, data):
+        if config is not None and triton_dense.supports_tma(x, data, args.gate.is_gated):
             return triton_dense.grouped_gemm_dense(args, config)
         return _fused_gemm(args, dense_operand(data), DENSE_SCHEME)
     format = resolve_format(args.format)
@@ -248,56 +248,3 @@ def epilogue_kernel(
         out = apply_gate(out, up, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     tl.store(out_ptr + row.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), keep)
-
-
-# ---- gradients of weights --------------------------------------------------------------------------
-
-
-@cached_launch
-def grouped_wgrad_kernel(
-    a_ptr, b_ptr, offsets_ptr, out_ptr, N, K, a_stride, b_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """out[e] = a.T @ b over the expert's rows, in order."""
-    expert = tl.program_id(2)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    start = tl.load(offsets_ptr + expert - 1, expert > 0, 0)
-    end = tl.load(offsets_ptr + expert)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for first in range(start, end, BLOCK_M):
-        s = first + tl.arange(0, BLOCK_M)
-        row = s.to(tl.int64)[:, None]
-        inside = (s < end)[:, None]
-        a = tl.load(a_ptr + row * a_stride + n[None, :], inside & (n < N)[None, :], 0.0)
-        b = tl.load(b_ptr + row * b_stride + k[None, :], inside & (k < K)[None, :], 0.0)
-        if NATIVE:
-            acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-        else:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-    into = out_ptr + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
-    keep = (n < N)[:, None] & (k < K)[None, :]
-    tl.store(into, acc.to(out_ptr.dtype.element_ty), keep)
-
-
-def grouped_wgrad(a: Tensor, b: Tensor, offsets: Tensor) -> Any:
-    """`fulgurite::grouped_wgrad`."""
-    if a.dtype not in FLOATS or a.dtype != b.dtype:
-        return NotImplemented
-    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
-    out = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
-    if out.numel() == 0:
-        return out
-    config = heuristics_for(a.device).grouped_wgrad(b.shape[1], a.dtype)
-    grid = (
-        cdiv(a.shape[1], config.block_n),
-        cdiv(b.shape[1], config.block_k),
-        offsets.shape[0],
-    )
-    grouped_wgrad_kernel[grid](
-        a, b, offsets, out, a.shape[1], b.shape[1], a.stride(0), b.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NATIVE=NATIVE,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    return out

@@ -13,7 +13,7 @@ import torch
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs triton, and not its interpreter", allow_module_level=True)
 
-from fulgurite.kernels.elementwise.gated_activation import GatedActivation
+from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
 from fulgurite.kernels.gemm import triton_launch, triton_quant_linear, triton_small_m
 from fulgurite.kernels.grouped_gemm import (
     triton_4bit,
@@ -21,6 +21,7 @@ from fulgurite.kernels.grouped_gemm import (
     triton_fp8,
     triton_grouped_gemm,
     triton_tile_scheduler,
+    triton_wgrad,
 )
 from fulgurite.kernels.grouped_gemm.args import GroupedGemmArgs
 from fulgurite.kernels.moe import triton_moe, triton_routing, triton_small_batch_quantized
@@ -94,6 +95,20 @@ def test_grouped_gemm(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch)
         assert all(kernel.metadata.name == "grouped_gemm_4bit_kernel" for kernel in kernels)
         from_registers = r"wgmma\.mma_async[^;]*\}, *\{"
         assert all(re.search(from_registers, kernel.asm["ptx"]) for kernel in kernels)
+
+
+def test_transposed_weights_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of x: both operands go from shared memory to the tensor cores."""
+    stubs = compile_launches(triton_dense, monkeypatch)
+    compile_launches(triton_tile_scheduler, monkeypatch)
+    x, weight = torch.empty(16384, 2048, dtype=BF16), torch.empty(8, 2048, 1024, dtype=BF16)
+    offsets = torch.zeros(8, dtype=torch.int32)
+    args = GroupedGemmArgs(
+        x, None, None, offsets, weight.transpose(1, 2), [], "dense", None, "none", UNGATED
+    )
+    triton_grouped_gemm.grouped_gemm(args)
+    (kernel,) = (kernel for stub in stubs for kernel in stub.kernels)
+    assert not IS_HOPPER or not re.search(r"wgmma\.mma_async[^;]*\}, *\{", kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
@@ -178,10 +193,9 @@ def test_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_wgrad(monkeypatch: pytest.MonkeyPatch) -> None:
-    stubs = compile_launches(triton_grouped_gemm, monkeypatch)
-    (wgrad,) = (stub for stub in stubs if "wgrad" in stub.function.__name__)
+    (wgrad,) = compile_launches(triton_wgrad, monkeypatch)
     offsets = torch.zeros(8, dtype=torch.int32)
     for dtype, columns in ((BF16, 2048), (torch.float32, 1)):
         a, b = torch.empty(512, 1536, dtype=dtype), torch.empty(512, columns, dtype=dtype)
-        triton_grouped_gemm.grouped_wgrad(a, b, offsets)
+        triton_wgrad.grouped_wgrad(a, b, offsets)
     assert len(wgrad.kernels) == 2

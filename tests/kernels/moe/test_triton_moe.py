@@ -13,7 +13,7 @@ from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivat
 from fulgurite.kernels.gemm.reference import fake_quantize_activations
 from fulgurite.kernels.grouped_gemm import reference as gemm_reference
 from fulgurite.kernels.grouped_gemm.args import DENSE, GroupedGemmArgs
-from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import grouped_gemm, grouped_wgrad
+from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import grouped_gemm
 from fulgurite.kernels.moe import reference
 from fulgurite.kernels.moe.ops import ExpertOrder
 from fulgurite.kernels.moe.router_config import RouterConfig
@@ -225,14 +225,3 @@ def test_transposed_weights() -> None:
     actual = grouped_gemm(to_device(args, DEVICE))
     expected = gemm_reference.grouped_gemm(args)
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_weights(dtype: torch.dtype) -> None:
-    offsets = torch.tensor([3, 3, 40, 41]).int()
-    a, b = torch.randn(41, 37).to(dtype), torch.randn(41, 70).to(dtype)
-    actual = grouped_wgrad(*on_device(a, b, offsets)).cpu()
-    expected = gemm_reference.grouped_wgrad(a.double(), b.double(), offsets)
-    assert (actual.double() - expected).abs().max() <= 4 * torch.finfo(
-        dtype
-    ).eps * expected.abs().max()
