@@ -159,15 +159,9 @@ class GraphedFunction:
 
     def _run(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
         """Replay a capture of these addresses; if there is none, run plain or capture."""
-        held: list[ReplayableCall] = []
-        for call in list(state.calls()):
-            if call.matches(inputs):
-                if call.is_due and self._copies_in_vain(call, inputs):
-                    state.drop(call)
-                elif call.may_replay():
-                    return self._replay(state, call, inputs)
-                else:
-                    held.append(call)
+        call, held = self._find_capture(state, inputs)
+        if call is not None:
+            return self._replay(state, call, inputs)
         layer = state.observe(inputs, self.memory.addresses)
         if state.decision.should_capture is None:
             return self._measure_plain(state, inputs)
@@ -180,6 +174,21 @@ class GraphedFunction:
         if captured is None:
             return self._run_plain(inputs)
         return self._replay(state, captured, inputs)
+
+    def _find_capture(
+        self, state: ShapeState, inputs: list[Any]
+    ) -> tuple[ReplayableCall | None, list[ReplayableCall]]:
+        """The capture that serves these inputs, or None, and those that would but for held outputs."""
+        held: list[ReplayableCall] = []
+        for call in list(state.calls()):
+            if call.matches(inputs):
+                if call.is_due and self._copies_in_vain(call, inputs):
+                    state.drop(call)
+                elif call.may_replay():
+                    return call, []
+                else:
+                    held.append(call)
+        return None, held
 
     def _copies_in_vain(self, call: ReplayableCall, inputs: Sequence[Any]) -> bool:
         """Whether it copies what another capture makes at one place: that was captured later."""
@@ -297,11 +306,12 @@ class GraphedFunction:
         held     captures for these addresses whose outputs are held
         """
         slots = {call.pool.slot for call in held if call.are_outputs_held()}
-        for call in held:  # one that later captures block is replaced by a later one
-            if call.pool.slot not in slots:
-                state.drop(call)
+        # Those that the new one replaces are freed before the capture, which reuses their memory. No variable
+        # may hold them here or in a caller.
+        state.keep(lambda call: call not in held or call.pool.slot in slots)  # others are blocked
         if moving and not held and not layer.may_add_capture():
-            layer.calls.clear()  # before the capture, which reuses their memory and serves their calls
+            layer.calls.clear()
+        held.clear()
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
         layer.captures += 1
         try:
