@@ -94,7 +94,7 @@ class CompiledGraph:
         if self._wrap is None:
             return plain
         self.graphed = self._wrap(flat, plain, python_form)
-        return self.graphed
+        return self.graphed.make_callable()
 
     def replace(self, forward: Callable[..., Any]) -> None:
         """Run `forward` instead of the trace."""

@@ -67,6 +67,8 @@ PYTHON_FUNCTIONS = (
     "PyContext_Enter",
     "PyContext_Exit",
     "PyObject_RichCompareBool",
+    "PyErr_Fetch",
+    "PyErr_Restore",
 )
 TORCH_FUNCTIONS = (
     "aoti_torch_empty_strided",
@@ -81,6 +83,7 @@ TORCH_FUNCTIONS = (
     "aoti_torch_get_dtype",
     "aoti_torch_get_device_type",
     "aoti_torch_get_device_index",
+    "aoti_torch_copy_",
 )
 # `THPVariable_Wrap` takes a reference in new versions of torch, and a value, which is an address too, in old ones
 WRAP_FUNCTIONS = (
@@ -96,6 +99,7 @@ CURRENT_STREAM = "aoti_torch_get_current_cuda_stream"
 METH_KEYWORDS, METH_NOARGS, METH_O, METH_FASTCALL = 0x0002, 0x0004, 0x0008, 0x0080
 METHODS = {
     "run_program": METH_O,
+    "run_graphed": METH_O,
     "call_directly": METH_FASTCALL | METH_KEYWORDS,
     "call_graph": METH_FASTCALL,
     "may_trace": METH_NOARGS,
@@ -114,7 +118,13 @@ GLOBAL_HOOKS = (
 )
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # each continues the one before
-SOURCES = ("host_program.h", "direct_call.h", "training_call.h", "launch_plan.h")
+SOURCES = (
+    "host_program.h",
+    "graph_replay.h",
+    "direct_call.h",
+    "training_call.h",
+    "launch_plan.h",
+)
 MAX_HEADER = 64  # bytes of a Python tensor in which its at::Tensor is looked for
 
 
@@ -237,13 +247,17 @@ def _python_function(name: str) -> int:
 
 
 @functools.cache
-def find_launch_function() -> int | None:
-    """The address of cuLaunchKernel, or None without a CUDA driver."""
+def find_driver_function(name: str) -> int | None:
+    """The address of a function of the CUDA driver, or None without one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    return ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
+    return ctypes.cast(getattr(driver, name), ctypes.c_void_p).value
+
+
+def find_launch_function() -> int | None:
+    return find_driver_function("cuLaunchKernel")
 
 
 def _load_and_check() -> HostLibrary:
@@ -258,7 +272,7 @@ def _load_and_check() -> HostLibrary:
         *map(_require, TORCH_FUNCTIONS),
         _require(*WRAP_FUNCTIONS),
         *map(_require, (NUM_THREADS, NUM_DISPATCH_MODES, INCLUDES_DISPATCH_KEY, *GRAD_MODE)),
-        *(_cuda_functions() if torch.cuda.is_available() else (0, 0)),
+        *(_cuda_functions() if torch.cuda.is_available() else (0, 0, 0)),
         _find_cdata_offset(),
         *(id(torch.Tensor), id(torch.nn.Parameter), id(None), id(True)),
         *(value if type(value) is int else _address(value) for value in values),
@@ -274,8 +288,13 @@ def _load_and_check() -> HostLibrary:
     return HostLibrary(library, methods, tuple(values))
 
 
-def _cuda_functions() -> tuple[int, int]:
-    return find_torch_function(CURRENT_STREAM) or 0, find_launch_function() or 0
+def _cuda_functions() -> tuple[int, int, int]:
+    functions = (
+        find_torch_function(CURRENT_STREAM),
+        find_launch_function(),
+        find_driver_function("cuMemcpyDtoDAsync_v2"),
+    )
+    return tuple(function or 0 for function in functions)  # type: ignore[return-value]
 
 
 def _address(value: Any) -> int:
@@ -317,7 +336,7 @@ def _table_values() -> list[Any]:
 
 
 def _training_values() -> list[Any]:
-    """What include/training_call.h and launch_plan.h need."""
+    """What include/training_call.h, launch_plan.h and graph_replay.h need."""
     return [
         *(False, list, tuple),
         *("_version", "call_inputs", "to_save", "sizes", "saved_tensors", "non_differentiable"),
@@ -334,6 +353,9 @@ def _training_values() -> list[Any]:
         torch._C._is_key_in_tls,
         torch._C._get_obj_in_tls,
         "requires_grad",  # for include/launch_plan.h
+        *("words", "plan", "successor"),  # for include/graph_replay.h
+        torch._C._cuda_isCurrentStreamCapturing if torch.cuda.is_available() else None,
+        torch.clone,
     ]
 
 

@@ -80,6 +80,7 @@ def capture_call(
         function.tail,
     )
     replayable.seeds = seeds if seeds.draws else None
+    replayable.plan = replayable.make_plan(len(inputs))
     return replayable
 
 

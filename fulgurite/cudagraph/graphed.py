@@ -24,7 +24,8 @@ from fulgurite.cudagraph.capture import BoxedFunction
 from fulgurite.cudagraph.capture_call import GraphInterface, capture_call, find_on_device
 from fulgurite.cudagraph.decision import Decision
 from fulgurite.cudagraph.memory import CaptureMemory
-from fulgurite.cudagraph.replay import ReplayableCall, ResultTail
+from fulgurite.cudagraph.native_replay import GraphedState, Words
+from fulgurite.cudagraph.replay import ReplayableCall, ResultTail, weak_method
 from fulgurite.cudagraph.state import MAX_CALLS, MAX_MISSES, LayerState, ShapeState
 from fulgurite.units import format_bytes
 
@@ -65,37 +66,34 @@ class GraphedFunction:
         self.captured, self.tail = captured or plain, tail
         self.forced, self.report = forced, report
         self.backend = memory.backend
-        self.replays = self.plain_calls = 0
+        self.plain_calls = 0
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
         self.is_on_device: list[bool] = []  # the results of a plain call
         # with static sizes: what followed the last capture before (layers are called in turn)
-        self._expected_call: weakref.ref[ReplayableCall] | None = None
+        self._expected: list[weakref.ref[ReplayableCall] | None] = [None]
+        self._native = GraphedState(
+            self._expected, memory.lock, Words(0), memory.stream_words, interface.device
+        )
+        # no reference cycle: captures free GPU memory
+        find_and_run = weak_method(self._find_and_run)
+        self._run_weakly = self._native.make_callable(find_and_run) or find_and_run
         self._last_call: weakref.ref[ReplayableCall] | None = None
         self._has_dropped_captures = False  # their memory pools may be unused now
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        expected, lock = self._expected_call, self.memory.lock
-        if expected is not None and lock.acquire(blocking=False):
-            try:
-                call = expected()
-                if (
-                    call is not None
-                    and not call.is_due
-                    and self._is_on_own_stream()
-                    and call.matches(inputs)
-                    and call.may_replay()
-                ):
-                    self.replays += 1
-                    call.last_used = self.replays
-                    self._expected_call = call.successor
-                    return call(inputs)
-            finally:
-                lock.release()
-        return self._find_and_run(inputs)
+        return self._run_weakly(inputs)
+
+    def make_callable(self) -> BoxedFunction:
+        """The function without Python around replays: what graphs call. It keeps this object alive."""
+        return self._native.make_callable(self._find_and_run) or self._find_and_run
+
+    @property
+    def replays(self) -> int:
+        return self._native.replays[0]
 
     def _find_and_run(self, inputs: list[Any]) -> Sequence[Any]:
-        """A call that is not served by the capture that was expected."""
+        """A call that native code did not serve by the capture that was expected."""
         state = self._states.get(self._key(inputs))
         if state is None:
             state = self._add_state(inputs)
@@ -161,15 +159,9 @@ class GraphedFunction:
 
     def _run(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
         """Replay a capture of these addresses; if there is none, run plain or capture."""
-        held: list[ReplayableCall] = []
-        for call in list(state.calls()):
-            if call.matches(inputs):
-                if call.is_due and self._copies_in_vain(call, inputs):
-                    state.drop(call)
-                elif call.may_replay():
-                    return self._replay(state, call, inputs)
-                else:
-                    held.append(call)
+        call, held = self._find_capture(state, inputs)
+        if call is not None:
+            return self._replay(state, call, inputs)
         layer = state.observe(inputs, self.memory.addresses)
         if state.decision.should_capture is None:
             return self._measure_plain(state, inputs)
@@ -183,13 +175,28 @@ class GraphedFunction:
             return self._run_plain(inputs)
         return self._replay(state, captured, inputs)
 
+    def _find_capture(
+        self, state: ShapeState, inputs: list[Any]
+    ) -> tuple[ReplayableCall | None, list[ReplayableCall]]:
+        """The capture that serves these inputs, or None, and those that would but for held outputs."""
+        held: list[ReplayableCall] = []
+        for call in list(state.calls()):
+            if call.matches(inputs):
+                if call.is_due and self._copies_in_vain(call, inputs):
+                    state.drop(call)
+                elif call.may_replay():
+                    return call, []
+                else:
+                    held.append(call)
+        return None, held
+
     def _copies_in_vain(self, call: ReplayableCall, inputs: Sequence[Any]) -> bool:
         """Whether it copies what another capture makes at one place: that was captured later."""
         known = self.memory.addresses.find()
         return any(inputs[k].untyped_storage().data_ptr() in known for k in call.copied)
 
     def _replay(self, state: ShapeState, call: ReplayableCall, inputs: list[Any]) -> Sequence[Any]:
-        self.replays += 1
+        self._native.replays[0] += 1
         state.misses = 0
         call.last_used = self.replays
         if not state.decision.is_confirmed:
@@ -206,7 +213,7 @@ class GraphedFunction:
             last.successor = reference
         if call.successor is None:
             call.successor = reference
-        self._last_call, self._expected_call = reference, call.successor
+        self._last_call, self._expected[0] = reference, call.successor
 
     def _measure_plain(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
         if not state.is_warm:
@@ -233,7 +240,7 @@ class GraphedFunction:
         """Run plain from now on, and free the captures."""
         state.disable()
         self._has_dropped_captures = True
-        self._expected_call = self._last_call = None
+        self._expected[0] = self._last_call = None
         self.report(str(state.decision))
 
     def _is_time_to_capture(
@@ -299,11 +306,12 @@ class GraphedFunction:
         held     captures for these addresses whose outputs are held
         """
         slots = {call.pool.slot for call in held if call.are_outputs_held()}
-        for call in held:  # one that later captures block is replaced by a later one
-            if call.pool.slot not in slots:
-                state.drop(call)
+        # Those that the new one replaces are freed before the capture, which reuses their memory. No variable
+        # may hold them here or in a caller.
+        state.keep(lambda call: call not in held or call.pool.slot in slots)  # others are blocked
         if moving and not held and not layer.may_add_capture():
-            layer.calls.clear()  # before the capture, which reuses their memory and serves their calls
+            layer.calls.clear()
+        held.clear()
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
         layer.captures += 1
         try:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fulgurite.cudagraph.capture import Capture, CudaCapturedCall, LivePool, capture_stream
+from fulgurite.cudagraph.native_replay import Words
 from fulgurite.cudagraph.timing import CudaStopwatch, Stopwatch
 
 
@@ -68,6 +69,9 @@ class SharedOutputs:
         self._storages = list(storages.values())
         self._released: list[StorageWeakRef] | None = None  # once the capture is gone
         self._counts = [(key, torch._C._storage_Use_Count(key)) for key in storages]
+        pairs = [word for pair in self._counts for word in pair]
+        self._words = Words(order, len(self._counts), *pairs)  # for include/graph_replay.h
+        self.words = self._words.address
 
     def are_held(self) -> bool:
         """Whether someone beside the capture holds one of them, or a view of it."""
@@ -78,6 +82,7 @@ class SharedOutputs:
 
     def release(self) -> None:
         """The capture is gone: keep no storage alive any more."""
+        self._words[1] = -1
         self._released = [StorageWeakRef(storage) for storage in self._storages]
         self._storages, self._counts = [], []
 
@@ -94,7 +99,7 @@ class CapturePool:
         self._pools: dict[torch.device, Any] = {}
         self._captures = 0
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # the captures that are alive
-        self.shared: list[SharedOutputs] = []  # that were given to callers
+        self.shared: list[SharedOutputs] = []  # that were given to callers; native code has it, too
 
     def on(self, device: torch.device) -> Any:
         if device not in self._pools:
@@ -111,11 +116,11 @@ class CapturePool:
         """Give the memory back if no capture is alive. The next one gets memory of its own."""
         if not self._calls:
             self._pools.clear()
-            self.shared = [one for one in self.shared if one.are_held()]
+            self.shared[:] = [one for one in self.shared if one.are_held()]
 
     def may_replay(self, order: int) -> bool:
         """Whether no outputs of this capture or of later ones are held."""
-        self.shared = [one for one in self.shared if one.order < order or one.are_held()]
+        self.shared[:] = [one for one in self.shared if one.order < order or one.are_held()]
         return all(one.order < order for one in self.shared)
 
     def share(self, outputs: SharedOutputs) -> None:
@@ -181,8 +186,17 @@ class CaptureMemory:
         self.backend = backend
         self.addresses = addresses or StaticAddresses()
         self.lock = threading.Lock()
-        self.stream: int | None = None  # of the first capture's call: CUDA's handle
+        self.stream_words = Words(0, 0)  # whether a stream is known, and its handle
         self._pools: list[CapturePool] = []
+
+    @property
+    def stream(self) -> int | None:
+        """CUDA's handle of the stream of the first capture's call."""
+        return self.stream_words[1] if self.stream_words[0] else None
+
+    @stream.setter
+    def stream(self, handle: int | None) -> None:
+        self.stream_words[0], self.stream_words[1] = handle is not None, handle or 0
 
     def free_unused_pools(self) -> None:
         for pool in self._pools:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from fulgurite.cudagraph.capture import BoxedFunction, CapturedCall
 from fulgurite.cudagraph.memory import CapturePool, SharedOutputs
+from fulgurite.cudagraph.native_replay import Plan, ReplayPlan, Result, ResultKind, Words
 from fulgurite.cudagraph.seeds import CapturedSeeds
 
 OutputMode = Literal["copied", "shared", "internal"]
@@ -49,16 +51,6 @@ class ResultTail:
     outputs: tuple[int, ...]
 
 
-def _compare_addresses(inputs: list[Any], addresses: list[int], positions: list[int]) -> bool:
-    return all(inputs[k].data_ptr() == addresses[k] for k in positions)
-
-
-# torch has it in builds with CUDA: 200 addresses take 4 µs instead of 15
-have_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", _compare_addresses
-)
-
-
 class ReplayableCall:
     """A captured call with the copies around it.
 
@@ -79,9 +71,8 @@ class ReplayableCall:
         pool: CapturePool,
         tail: ResultTail | None = None,
     ) -> None:
-        self.pool, self.order, self.replays = pool, pool.add(self), 0
-        self.is_due = False  # to be looked at: do inputs still have to be copied?
-        self.last_used = 0  # number of the function's replay
+        self.pool, self.order = pool, pool.add(self)
+        self._state = Words(0, 0, 0)  # replays, last_used, is_due
         self.successor: weakref.ref[ReplayableCall] | None = None  # what was replayed after it
         self.seeds: CapturedSeeds | None = None  # of its random kernels
         self.static = static
@@ -101,6 +92,7 @@ class ReplayableCall:
         self._copied_together: list[tuple[int, Tensor]] = []
         self._plan_outputs(inputs, output_modes)
         call.outputs = []  # the lists above keep the graph's memory
+        self.plan: Plan | None = None  # for native code
         self.shared_outputs: SharedOutputs | None = None
         if self._shared:
             self.shared_outputs = SharedOutputs(self.order, [tensor for _, tensor in self._shared])
@@ -139,9 +131,50 @@ class ReplayableCall:
             self._cloned = [pair for pair in self._copied_together if is_dense(pair[1])]
             self._copied_together = [p for p in self._copied_together if not is_dense(p[1])]
 
+    @property
+    def replays(self) -> int:
+        return self._state[0]
+
+    @property
+    def last_used(self) -> int:
+        """Number of the function's replay."""
+        return self._state[1]
+
+    @last_used.setter
+    def last_used(self, number: int) -> None:
+        self._state[1] = number
+
+    @property
+    def is_due(self) -> bool:
+        """To be looked at: do inputs still have to be copied?"""
+        return bool(self._state[2])
+
+    def make_plan(self, num_inputs: int) -> Plan:
+        """How native code replays this capture."""
+        made = {k: Result(ResultKind.MEMORY, tensor) for k, tensor in self._shared}
+        made |= {k: Result(ResultKind.COPY, tensor) for k, tensor in self._cloned}
+        made |= {k: view.as_result(source) for k, source, view in self._from_inputs}
+        constants = enumerate(self._results)
+        results = [made.get(k) or Result(ResultKind.CONSTANT, value) for k, value in constants]
+        must_finish = self._copied_back or self._copied_together or self._tail
+        return ReplayPlan(
+            self._replay,
+            partial(_copy_inputs, self._buffers, self.copied),
+            None if self.seeds is None else self.seeds.draw,
+            weak_method(self._finish) if must_finish else None,
+            self.pool.shared,
+            self.shared_outputs,
+            self._state,
+            self.order,
+            num_inputs,
+            [(k, self.addresses[k]) for k in self.static],
+            list(zip(self.copied, self._buffers, strict=True)),
+            results,
+        ).pack()
+
     def matches(self, inputs: list[Any]) -> bool:
         """Whether the inputs that are read in place are where they were captured."""
-        return have_addresses(inputs, self.addresses, self.static)
+        return all(inputs[k].data_ptr() == self.addresses[k] for k in self.static)
 
     def may_replay(self) -> bool:
         """Whether nobody holds outputs that a replay would overwrite."""
@@ -154,14 +187,12 @@ class ReplayableCall:
         if self.shared_outputs is not None:
             self.pool.share(self.shared_outputs)
         if self.copied:
-            copy_all(self._buffers, [inputs[k] for k in self.copied])
+            _copy_inputs(self._buffers, self.copied, inputs)
         if self.seeds is not None:
             self.seeds.draw()
         self._replay()
-        self.replays += 1
-        self.is_due = self.replays in CHECKED_REPLAYS and bool(self.copied)
-        if self._copied_back:
-            copy_all([inputs[k] for k in self._copied_back], self._back_sources)
+        self._state[0] += 1
+        self._state[2] = self.replays in CHECKED_REPLAYS and bool(self.copied)
         results = self._results.copy()
         for position, tensor in self._shared:
             results[position] = tensor.detach()
@@ -169,6 +200,13 @@ class ReplayableCall:
             results[position] = view.of(inputs[source])
         for position, tensor in self._cloned:
             results[position] = tensor.clone()
+        self._finish(inputs, results)
+        return results
+
+    def _finish(self, inputs: Sequence[Any], results: list[Any]) -> None:
+        """What native code leaves to Python: mutated buffers, many copies, the tail."""
+        if self._copied_back:
+            copy_all([inputs[k] for k in self._copied_back], self._back_sources)
         if self._copied_together:
             copies = [empty_like_strided(tensor) for _, tensor in self._copied_together]
             copy_all(copies, [tensor for _, tensor in self._copied_together])
@@ -176,7 +214,6 @@ class ReplayableCall:
                 results[position] = copy
         if self._tail is not None:
             self._run_tail(self._tail, inputs, results)
-        return results
 
     def _run_tail(self, tail: ResultTail, inputs: Sequence[Any], results: list[Any]) -> None:
         values = tail.run([*self._internal, *(inputs[k] for k in tail.inputs)])
@@ -213,10 +250,32 @@ class _InputView:
         is_whole = (self.size, self.stride) == (source.shape, source.stride())
         self.is_input = is_whole and self.offset == 0
 
+    def as_result(self, position: int) -> Result:
+        if self.is_input:
+            return Result(ResultKind.INPUT, source=position)
+        layout = (tuple(self.size), self.stride)
+        return Result(ResultKind.VIEW, source=position, layout=layout, offset=self.offset)
+
     def of(self, source: Tensor) -> Tensor:
         if self.is_input:
             return source
         return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+
+
+def _copy_inputs(buffers: list[Tensor], positions: list[int], inputs: Sequence[Any]) -> None:
+    copy_all(buffers, [inputs[k] for k in positions])
+
+
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive. Who calls it does."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "a capture is alive while it is replayed"
+        return bound(*arguments)
+
+    return call
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

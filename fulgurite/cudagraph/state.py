@@ -10,7 +10,7 @@ same program made. Only the other inputs may be copied.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,14 +90,17 @@ class ShapeState:
         for layer in self.layers.values():
             yield from layer.calls
 
-    def drop(self, call: ReplayableCall) -> None:
+    def keep(self, is_kept: Callable[[ReplayableCall], bool]) -> None:
+        """Free the other captures."""
         for layer in self.layers.values():
-            layer.calls = [one for one in layer.calls if one is not call]
+            layer.calls = [call for call in layer.calls if is_kept(call)]
+
+    def drop(self, call: ReplayableCall) -> None:
+        self.keep(lambda one: one is not call)
 
     def drop_unused(self, oldest: int) -> None:
         """Free captures whose last replay was before this one: of parameters that moved, say."""
-        for layer in self.layers.values():
-            layer.calls = [one for one in layer.calls if one.last_used > oldest]
+        self.keep(lambda call: call.last_used > oldest)
 
     def drop_moved_layers(self, known: StaticAddresses) -> None:
         """Free the captures of layers whose memory has moved or is gone."""

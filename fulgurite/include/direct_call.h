@@ -1,5 +1,5 @@
 // Direct calls: the way from a compiled function's call to its graph, without Python. It continues
-// host_program.h; `fulgurite/capture/direct_call.py` says what is checked and why.
+// graph_replay.h; `fulgurite/capture/direct_call.py` says what is checked and why.
 
 // Whether this thread may capture or differentiate forward now. Python then looks more closely.
 EXPORT Object may_trace(Object, Object) {
@@ -113,8 +113,11 @@ EXPORT Object call_directly(Object self, Object const* arguments, int64_t count,
 
 // Runs what a graph's `run` is on the inputs. steals: their references
 static Object run_graph(Object run, Object const* inputs, int64_t count, bool steals) {
-  if (((Object*)run)[1] == api.builtin_type && api.builtin_function(run) == (void*)run_program)
-    return execute(api.builtin_self(run), inputs, count, 0, steals);
+  if (((Object*)run)[1] == api.builtin_type) {
+    void* function = api.builtin_function(run);
+    if (function == (void*)run_program) return execute(api.builtin_self(run), inputs, count, 0, steals);
+    if (function == (void*)run_graphed) return execute_graphed(api.builtin_self(run), inputs, count, 0, steals);
+  }
   Object list = make_list(inputs, count, steals);
   Object result = list ? api.vectorcall(run, &list, 1, 0) : 0;
   if (list) api.decref(list);

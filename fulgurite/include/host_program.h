@@ -57,6 +57,8 @@ struct Api {
   int (*context_enter)(Object);
   int (*context_exit)(Object);
   int (*compare)(Object, Object, int);                             // PyObject_RichCompareBool
+  void (*error_fetch)(Object*, Object*, Object*);
+  void (*error_restore)(Object, Object, Object);
   // torch
   int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
   int32_t (*reinterpret)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*);
@@ -70,6 +72,7 @@ struct Api {
   int32_t (*get_dtype)(Handle, int32_t*);
   int32_t (*device_type)(Handle, int32_t*);
   int32_t (*device_index)(Handle, int32_t*);
+  int32_t (*copy)(Handle, Handle, int32_t);                        // target, source, without waiting
   Object (*wrap)(Handle);                                          // THPVariable_Wrap
   int (*num_threads)();
   int64_t (*num_dispatch_modes)();
@@ -80,6 +83,7 @@ struct Api {
   int32_t (*current_stream)(int32_t, void**);
   int32_t (*launch)(void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, void*, void**,
                     void**);
+  int32_t (*copy_memory)(void*, void*, uint64_t, void*);           // target, source, bytes, stream
   // values
   int64_t cdata_offset;      // of the at::Tensor in a Python tensor
   Object tensor_type;
@@ -109,6 +113,10 @@ struct Api {
   Object is_view, detach, unsafe_view, has_thread_object, get_thread_object;
   // for include/launch_plan.h
   Object requires_grad_key;
+  // for include/graph_replay.h
+  Object words_key, plan_key, successor_key;
+  Object is_capturing;                 // torch._C._cuda_isCurrentStreamCapturing, or null
+  Object clone;
 };
 static Api api;
 

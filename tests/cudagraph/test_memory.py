@@ -9,7 +9,7 @@ import torch
 
 import fulgurite
 from fulgurite.cudagraph import CaptureMemory, graphed, state
-from tests.cudagraph.fake import FakeStopwatch, make_fake_backend, use_fake_captures
+from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_backend, use_fake_captures
 from tests.cudagraph.programs import Net
 from tests.cudagraph.programs import graphed as find_graphed
 from tests.cudagraph.test_graphed import call, make
@@ -39,6 +39,21 @@ def test_one_capture_serves_all_addresses_if_its_outputs_are_large(monkeypatch):
     call_in_phases(function, w, 3)
     assert function.captures == 2, "the second one copies the input"
     assert function.memory.pool(0).on(CPU).kept_bytes == 8
+
+
+def test_a_replaced_capture_is_freed_before_the_next_one(monkeypatch):
+    """Else the pool grows by a second set of outputs: all saved activations of a model."""
+    monkeypatch.setattr(state, "MAX_DUPLICATED_BYTES", 0)
+    alive, capture = [], FakeCapturedCall.__init__
+
+    def count(self, run, inputs, pool) -> None:
+        alive.append(len(pool.outputs))
+        capture(self, run, inputs, pool)
+
+    monkeypatch.setattr(FakeCapturedCall, "__init__", count)
+    function, w = make(modes=("shared",)), torch.ones(2)
+    call_in_phases(function, w, 3)
+    assert alive == [0, 0]
 
 
 def test_outputs_of_a_replaced_capture_stay_valid_while_held(monkeypatch):
