@@ -17,18 +17,30 @@ from typing import Any, Protocol
 
 import torch
 
+from fulgurite.cudagraph.driver_graph import NEEDS_GENERATOR, DriverGraph
+
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 
-# Devices on which CUDA invalidated a capture: a forbidden call, such as a synchronization. torch 2.11
-# does not recover wholly: a second such capture leaves its random generator unusable.
+# Devices on which CUDA invalidated a capture of torch's: a forbidden call, such as a synchronization. torch
+# 2.11 does not recover wholly: a second such capture leaves its random generator unusable.
 _invalidated_devices: set[int] = set()
+
+
+class Graph(Protocol):
+    """A CUDA graph: torch's, or the driver's."""
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
     """A CUDA graph and the outputs that each replay overwrites."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     outputs: Any
 
     def replay(self) -> Any:
@@ -55,7 +67,11 @@ class LivePool(GraphPool):
         counter = torch.zeros(1, device=device)
         with torch.cuda.device(device):
             self._anchor = capture_graph(
-                counter.zero_, pool=self.handle, stream=stream, synchronize=False
+                counter.zero_,
+                pool=self.handle,
+                stream=stream,
+                synchronize=False,
+                graph=DriverGraph(),
             )
 
 
@@ -72,6 +88,7 @@ def capture_graph(
     stream: torch.cuda.Stream | None = None,
     warmups: int = 0,
     synchronize: bool = True,
+    graph: Graph | None = None,
 ) -> CapturedGraph:
     """Capture the kernels that `run` launches on the current device.
 
@@ -80,6 +97,7 @@ def capture_graph(
     warmups       calls before the capture, which compile and load kernels
     synchronize   False: neither wait for the device nor empty the allocator's cache. Other threads
                   may then keep calling CUDA. For captures between the steps of a running program.
+    graph         an empty graph to capture into; None: one of torch's
     """
     side = stream or torch.cuda.Stream()
     current = torch.cuda.current_stream(None if stream is None else stream.device)
@@ -91,16 +109,14 @@ def capture_graph(
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph() if graph is None else graph
     with torch.cuda.stream(side), _without_garbage_collection():
         outputs = _capture_on_current_stream(graph, pool or torch.cuda.graph_pool_handle(), run)
     current.wait_stream(side)
     return CapturedGraph(graph, outputs)
 
 
-def _capture_on_current_stream(
-    graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[], Any]
-) -> Any:
+def _capture_on_current_stream(graph: Graph, pool: Any, run: Callable[[], Any]) -> Any:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         outputs = run()
@@ -112,7 +128,7 @@ def _capture_on_current_stream(
     return outputs
 
 
-def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+def _end_capture(graph: Graph, pool: Any) -> None:
     """End a capture. If CUDA has invalidated it, undo what torch leaves behind, and raise.
 
     The allocator still serves the pool then, and the random generator refuses to run outside of a
@@ -121,6 +137,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
+        if isinstance(graph, DriverGraph):
+            raise
         device = torch.cuda.current_device()
         _invalidated_devices.add(device)
         with contextlib.suppress(RuntimeError):  # torch may have got so far
@@ -164,30 +182,43 @@ class Capture(Protocol):
 class CudaCapturedCall:
     """The kernels of one call as a CUDA graph.
 
-    Raises a RuntimeError if the call can't be captured. After one that CUDA invalidated, no other is
-    tried on the device.
+    torch's graph is for functions that draw from its random generator. Raises a RuntimeError if the call
+    can't be captured. After such a one that CUDA invalidated, no other of them is tried on the device.
     """
 
     def __init__(self, run: BoxedFunction, inputs: list[Any], pool: GraphPool) -> None:
-        if pool.stream.device.index in _invalidated_devices:
-            raise RuntimeError(
-                "CUDA invalidated an earlier capture on this device, and torch can't recover from "
-                "a second one: no more captures in this process"
-            )
+        def capture(make_graph: Callable[[], Graph]) -> CapturedGraph:
+            def try_once() -> CapturedGraph:
+                return capture_graph(
+                    lambda: list(run(list(inputs))),
+                    pool=pool.handle,
+                    stream=pool.stream,
+                    synchronize=False,
+                    graph=make_graph(),
+                )
 
-        def capture() -> CapturedGraph:
-            return capture_graph(
-                lambda: list(run(list(inputs))),
-                pool=pool.handle,
-                stream=pool.stream,
-                synchronize=False,
-            )
+            try:
+                return try_once()
+            except torch.OutOfMemoryError:  # inside a capture, the allocator frees no cached memory
+                torch.cuda.empty_cache()
+                return try_once()
 
         with torch.cuda.device(pool.stream.device):
             try:
-                graph = capture()
-            except torch.OutOfMemoryError:  # inside a capture, the allocator frees no cached memory
-                torch.cuda.empty_cache()
-                graph = capture()
+                graph = capture(DriverGraph)
+            except RuntimeError as error:
+                if NEEDS_GENERATOR not in str(error):
+                    raise
+                _check_generator(pool.stream.device)
+                graph = capture(torch.cuda.CUDAGraph)
         self.outputs: list[Any] = graph.outputs
         self.replay = graph.graph.replay
+
+
+def _check_generator(device: torch.device) -> None:
+    """RuntimeError if torch's generator can't take part in another capture."""
+    if device.index in _invalidated_devices:
+        raise RuntimeError(
+            "CUDA invalidated an earlier capture on this device, and torch can't recover from "
+            "a second one: no more captures with its random numbers in this process"
+        )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fulgurite.cudagraph import CaptureMemory, GraphedFunction, GraphInterface, capture
+from fulgurite.cudagraph.driver_graph import NEEDS_GENERATOR
 from fulgurite.cudagraph.graphed import MAX_CAPTURES, MAX_SHAPES
 from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_backend
 
@@ -493,8 +495,68 @@ def test_layers_of_parameters_that_moved_are_forgotten():
     assert len(state.layers) == 1 and len(list(state.calls())) == 1
 
 
-def test_no_capture_after_an_invalidated_one(monkeypatch):
+class FakeGraphs:
+    """`capture_graph` that records which kind of graph it was asked for, and fails as told."""
+
+    def __init__(self, errors):
+        self.errors, self.kinds = errors, []
+
+    def __call__(self, run, *, graph, **_):
+        self.kinds.append(type(graph).__name__)
+        error = self.errors.get(self.kinds[-1])
+        if error is not None:
+            raise error
+        return capture.CapturedGraph(graph, run())
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    class CUDAGraph(SimpleNamespace):
+        replay = None
+
+    class DriverGraph(CUDAGraph):
+        pass
+
+    def install(**errors):
+        fake = FakeGraphs(errors)
+        monkeypatch.setattr(capture, "capture_graph", fake)
+        monkeypatch.setattr(capture, "DriverGraph", DriverGraph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        return fake
+
+    return install
+
+
+def capture_on_gpu_3():
+    pool = SimpleNamespace(stream=SimpleNamespace(device=torch.device("cuda", 3)), handle=(0, 1))
+    return capture.CudaCapturedCall(lambda inputs: [1], [], pool)
+
+
+def test_torchs_generator_takes_part_only_where_it_must(fake_graphs):
+    fake = fake_graphs()
+    assert capture_on_gpu_3().outputs == [1] and fake.kinds == ["DriverGraph"]
+    fake = fake_graphs(DriverGraph=RuntimeError(f"a generator is {NEEDS_GENERATOR}."))
+    assert capture_on_gpu_3().outputs == [1] and fake.kinds == ["DriverGraph", "CUDAGraph"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError()]
+)
+def test_other_failures_are_not_tried_with_torchs_graph(fake_graphs, error):
+    fake = fake_graphs(DriverGraph=error)
+    with pytest.raises(type(error)):
+        capture_on_gpu_3()
+    assert set(fake.kinds) == {"DriverGraph"}
+
+
+def test_no_capture_after_an_invalidated_one(monkeypatch, fake_graphs):
     monkeypatch.setattr(capture, "_invalidated_devices", {3})
-    stream = SimpleNamespace(device=torch.device("cuda", 3))
-    with pytest.raises(RuntimeError, match="no more captures in this process"):
-        capture.CudaCapturedCall(lambda inputs: inputs, [], SimpleNamespace(stream=stream))
+    capture_was_fine = fake_graphs()
+    capture_on_gpu_3()
+    assert capture_was_fine.kinds == ["DriverGraph"]
+    fake = fake_graphs(DriverGraph=RuntimeError(NEEDS_GENERATOR))
+    with pytest.raises(RuntimeError, match="no more captures with its random numbers"):
+        capture_on_gpu_3()
+    assert fake.kinds == ["DriverGraph"]

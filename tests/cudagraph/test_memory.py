@@ -9,7 +9,12 @@ import torch
 
 import fulgurite
 from fulgurite.cudagraph import CaptureMemory, graphed, state
-from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_backend, use_fake_captures
+from tests.cudagraph.fake import (
+    FakeCapturedCall,
+    FakeStopwatch,
+    make_fake_backend,
+    use_fake_captures,
+)
 from tests.cudagraph.programs import Net
 from tests.cudagraph.programs import graphed as find_graphed
 from tests.cudagraph.test_graphed import call, make

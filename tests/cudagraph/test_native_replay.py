@@ -30,7 +30,9 @@ def make(run: Callable[..., Any], *modes: str, mutated: tuple[int, ...] = ()) ->
         return list(run(*inputs))
 
     interface = GraphInterface(modes, CPU, mutated)  # type: ignore[arg-type]
-    return GraphedFunction("graph_0", boxed, interface, CaptureMemory(make_fake_backend()), forced=True)
+    return GraphedFunction(
+        "graph_0", boxed, interface, CaptureMemory(make_fake_backend()), forced=True
+    )
 
 
 def find_python_frames(call: Callable[[], Any]) -> set[str]:
@@ -106,7 +108,11 @@ def null_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("null_replays")
 def test_a_replay_runs_no_python_of_ours() -> None:
-    graphed, x, w = make(lambda x, w: [x * w, x + w], "copied", "shared"), torch.ones(3), torch.ones(3)
+    graphed, x, w = (
+        make(lambda x, w: [x * w, x + w], "copied", "shared"),
+        torch.ones(3),
+        torch.ones(3),
+    )
     run = graphed.make_callable()
     for _ in range(6):
         run([x, w])
@@ -142,7 +148,9 @@ def test_held_results_are_not_overwritten_and_released_ones_are_reused() -> None
         held.append(run([x])[0])
         if step >= 4:
             held.pop(0)
-        assert [int(one[0]) for one in held] == [k + 1 for k in range(step + 1 - len(held), step + 1)]
+        assert [int(one[0]) for one in held] == [
+            k + 1 for k in range(step + 1 - len(held), step + 1)
+        ]
     held.clear()
     before = graphed.replays
     for _ in range(4):
@@ -150,7 +158,9 @@ def test_held_results_are_not_overwritten_and_released_ones_are_reused() -> None
     assert graphed.replays == before + 4
 
 
-def test_an_error_of_a_replay_is_raised_and_releases_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_replay_is_raised_and_releases_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graphed, x = make(lambda x: [x + 1], "copied"), torch.zeros(2)
     run = graphed.make_callable()
     for _ in range(5):
@@ -191,7 +201,9 @@ def test_nothing_is_kept_alive() -> None:
     gc.disable()
     try:
         del graphed, run, state
-        assert alive() is None and call() is None, "captures are freed without the garbage collector"
+        assert alive() is None and call() is None, (
+            "captures are freed without the garbage collector"
+        )
     finally:
         gc.enable()
 
