@@ -27,7 +27,6 @@ from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir import cost
 from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.loop_nest import LoopNest
-from fulgurite.fuser.ir.split_axes import split_axes
 from fulgurite.fuser.ir.statement import Region
 from fulgurite.fuser.runtime.autotune import neighbor_schedules, pick_fastest
 from fulgurite.fuser.runtime.compile_triton import (
@@ -42,10 +41,12 @@ from fulgurite.fuser.schedule.cpu.choose import choose_cpu_schedule
 from fulgurite.fuser.schedule.gpu.base import GpuSchedule
 from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
 from fulgurite.fuser.schedule.gpu.smaller import smaller_schedule
-from fulgurite.fuser.segment import Segment, segment_region
+from fulgurite.fuser.segment import Segment
 from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
+from fulgurite.fuser.segment.choose_slices import segment_with_slices
 from fulgurite.fuser.segment.inplace import store_in_place
 from fulgurite.fuser.segment.scatter_nest import with_initial_nests
+from fulgurite.fuser.segment.store_in_slices import store_in_slices
 from fulgurite.trace.op_names import name_from_ops
 
 MAX_PROGRAMS = (2**31 - 1, 2**16 - 1)  # of a grid's first and second dimension
@@ -87,9 +88,16 @@ def _segment_ops(segment: Segment) -> tuple[str, ...]:
 
 
 def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
-    """Bytes that a kernel reads and writes. An indexed store touches an element a point."""
+    """Bytes that a kernel reads and writes. An indexed store touches an element a point.
+
+    Of a buffer with slices, a kernel touches its own.
+    """
     points = cost.count_elements(tuple(axis.size for axis in nest.axes))
     stored = {s.tensor.name: points * s.tensor.itemsize for s in nest.stores if s.combine}
+    for buffer in region.buffers:
+        accessed = {index for tensor, index, _ in nest.accesses() if tensor.name == buffer.name}
+        loops = [tuple(axis.size for axis in index.axes()) for index in accessed]
+        stored[buffer.name] = buffer.itemsize * sum(map(cost.count_elements, loops))
     sizes = ((name, cost.tensor_bytes(region.tensors[name])) for name in touched)
     return sum(min(size, stored.get(name, size)) for name, size in sizes)
 
@@ -99,12 +107,11 @@ def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
 
 def lower_cpu(region: Region) -> FusedRegion:
     """Lower a region of the IR to C++ kernels in one library."""
-    region = split_axes(region)
     device_info = devices.cpu_info()
-    segments = segment_region(region, device_info.l2_cache_bytes)
+    region, segments = segment_with_slices(region, device_info.l2_cache_bytes, device_info)
     nests = [build_loop_nest(region, segment) for segment in segments]
     region, nests = store_in_place(region, nests)
-    segments, nests = with_initial_nests(segments, nests)
+    segments, nests = with_initial_nests(segments, store_in_slices(region, nests))
     schedules = [choose_cpu_schedule(nest, device_info) for nest in nests]
     sources = [
         write_kernel(name_kernel(segment, number), schedule)
@@ -176,14 +183,13 @@ class _ScheduledKernel:
 
 def lower_triton(region: Region, device: torch.device, autotune: bool = False) -> TritonRegion:
     """Lower a region of the IR to Triton kernels; `autotune` times several schedules."""
-    region = split_axes(region)
     device = with_index(device)
     assert device.type == "cuda" or is_interpreted(), "CPU tensors need TRITON_INTERPRET=1"
     device_info = gpu_info(device)
-    segments = segment_region(region, make_row_limit(device_info))
+    region, segments = segment_with_slices(region, make_row_limit(device_info), device_info)
     nests = [build_loop_nest(region, segment) for segment in segments]
     region, nests = store_in_place(region, nests)
-    segments, nests = with_initial_nests(segments, nests)
+    segments, nests = with_initial_nests(segments, store_in_slices(region, nests))
     use_int64 = bool(needs_int64_indices(region))
     scheduled = []
     for number, (segment, nest) in enumerate(zip(segments, nests, strict=True)):

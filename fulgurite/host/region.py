@@ -147,7 +147,7 @@ class RegionWriter:
                 self.addresses[name] = (arena, offset)
         if table:
             self._allocate_partials(set(lifetimes))
-        order = {s.name: k for k, s in enumerate(self.region.statements)}
+        order = {name: k for k, name in enumerate(self.region.tensors)}
         made: dict[str, int] = {}
         for name in sorted(allocated - set(lifetimes), key=order.__getitem__):
             tensor = self.region.tensors[name]

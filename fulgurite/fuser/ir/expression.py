@@ -165,7 +165,21 @@ class BoundsCheck:
                 return False
         if high is not None and high < 0:
             return False
-        return None
+        return self._static_value_with_symbols(low is not None and low >= 0)
+
+    def _static_value_with_symbols(self, is_positive: bool) -> bool | None:
+        """The same where dynamic sizes cancel: `i < s0` for an axis of size s0."""
+        if not self.index.symbols() and self.size.is_constant:
+            return None
+        low, _ = (self.index - self.size).bounds()
+        if low is not None and low >= 0:
+            return False
+        largest = self.index.largest()
+        _, last = (None, None) if largest is None else largest.bounds()
+        _, past = (None, None) if largest is None else (largest - self.size).bounds()
+        if last is not None and last < 0:
+            return False
+        return True if is_positive and past is not None and past < 0 else None
 
     def __str__(self) -> str:
         return f"0 <= {self.index} < {self.size}"

@@ -203,6 +203,20 @@ class Index:
             total += coefficient
         return total
 
+    def largest(self) -> Index | None:
+        """Returns the value at the last points of its axes; None if it is not linear in them."""
+        ends: dict[Axis, Index] = {}
+        for axis in self.axes():
+            step = self.coefficient(axis)
+            low, high = (None, None) if step is None else step.bounds()
+            if low is not None and low >= 0:
+                ends[axis] = axis.size - 1
+            elif high is not None and high <= 0:
+                ends[axis] = ZERO
+            else:
+                return None
+        return self.substitute(ends)
+
     def bounds(self) -> Bounds:
         """Returns the smallest and the largest possible value; None for an unknown bound."""
         low: int | None = self.constant
@@ -235,6 +249,14 @@ def product(sizes: tuple[Index, ...] | list[Index]) -> Index:
     total = ONE
     for size in sizes:
         total = total * size
+    return total
+
+
+def sum_of(parts: list[Index]) -> Index:
+    """Adds all parts."""
+    total = ZERO
+    for part in parts:
+        total = total + part
     return total
 
 
@@ -295,7 +317,7 @@ def divide_exactly(index: Index, by: Index) -> Index | None:
 def floordiv(index: Index, by: Index) -> Index:
     """Returns `index // by` for a positive `by`."""
     whole, rest = _split_divisible(index, by)
-    if _is_within(rest, by):
+    if is_within(rest, by):
         return whole
     if not rest.terms and not by.terms and by.constant:
         return whole + rest.constant // by.constant
@@ -306,7 +328,7 @@ def floordiv(index: Index, by: Index) -> Index:
 def modulo(index: Index, by: Index) -> Index:
     """Returns `index % by` for a positive `by`."""
     _, rest = _split_divisible(index, by)
-    if _is_within(rest, by):
+    if is_within(rest, by):
         return rest
     if not rest.terms and not by.terms and by.constant:
         return Index(rest.constant % by.constant)
@@ -347,7 +369,7 @@ def _split_divisible(index: Index, by: Index) -> tuple[Index, Index]:
     return whole, rest + constant
 
 
-def _is_within(index: Index, size: Index) -> bool:
+def is_within(index: Index, size: Index) -> bool:
     """Whether 0 <= index < size certainly holds."""
     low, high = index.bounds()
     if low is None or low < 0:

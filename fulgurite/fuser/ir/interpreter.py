@@ -280,6 +280,16 @@ def interpret_region(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...
             dtype=_storage_dtype(s.tensor.dtype),
         )
         memory[s.name] = strided.copy_(computed)
+    for buffer in region.buffers:
+        memory[buffer.name] = torch.empty_strided(
+            [size(n) for n in buffer.sizes],
+            [size(n) for n in buffer.strides],
+            dtype=_storage_dtype(buffer.dtype),
+        )
+    for name, part in region.slices.items():
+        piece, buffer_memory = memory[name], memory[part.buffer]
+        target = torch.as_strided(buffer_memory, piece.shape, piece.stride(), size(part.offset))
+        target.copy_(piece)
     results = tuple(_make_output(region, output, memory, symbols) for output in region.outputs)
     for name, target in region.writes:
         memory[target].copy_(memory[name].reshape(memory[target].shape))

@@ -10,6 +10,7 @@ from fulgurite.fuser.ir.index import Axis, make_axes
 from fulgurite.fuser.ir.statement import Region
 
 StatementAxis = tuple[str, Axis]  # the statement's name, and one of its axes
+StatementAxes = tuple[str, tuple[Axis, ...]]
 
 
 class _UnionFind:
@@ -65,6 +66,7 @@ def assign_loop_ids(region: Region) -> dict[StatementAxis, int]:
     parts = [(s.name, s.axes[-1]) for s in region.statements if s.tensor.is_view_as_real]
     for member in parts[1:]:
         loops.union(parts[0], member)
+    _unite_slices(region, loops)
     numbers: dict[StatementAxis, int] = {}
     ids: dict[StatementAxis, int] = {}
     for s in region.statements:
@@ -73,3 +75,15 @@ def assign_loop_ids(region: Region) -> dict[StatementAxis, int]:
             ids[(s.name, axis)] = numbers.setdefault(root, len(numbers))
     region.loop_ids.update(ids)
     return ids
+
+
+def _unite_slices(region: Region, loops: _UnionFind) -> None:
+    """Makes the loops of slices of one buffer the same: one kernel can then store several."""
+    firsts: dict[tuple[object, ...], StatementAxes] = {}
+    for s in region.statements:
+        part = region.slices.get(s.name)
+        if part is not None:
+            key = (part.buffer, s.tensor.sizes, s.tensor.strides)
+            name, axes = firsts.setdefault(key, (s.name, s.axes))
+            for axis, first in zip(s.axes, axes, strict=True):
+                loops.union((name, first), (s.name, axis))

@@ -72,6 +72,12 @@ class Store:
     combine: str | None = None  # of an indexed store: set, sum, prod, max or min
     # of an indexed store: loops whose iterations write different elements
     disjoint: frozenset[Axis] = frozenset()
+    statement: str = ""  # of a store into a slice or another buffer: the statement it stores
+
+    @property
+    def name(self) -> str:
+        """The statement that it stores."""
+        return self.statement or self.tensor.name
 
     @property
     def expressions(self) -> tuple[Expression, ...]:

@@ -193,6 +193,14 @@ class Output:
     is_neg: bool = False  # the launcher sets the negative bit
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where a statement is stored in another buffer: from `offset` on, with its own strides."""
+
+    buffer: str
+    offset: Index
+
+
 @dataclass(frozen=True)
 class Region:
     """The IR of one fx region. `arguments` are its placeholders in order: tensors or symbols."""
@@ -204,6 +212,9 @@ class Region:
     donated: frozenset[str] = frozenset()  # inputs whose buffers results may reuse
     # inputs with the dimensions that `split_axes` gave them
     input_layouts: Mapping[str, Tensor] = field(default_factory=dict)
+    # statements that are stored in a slice of one of `buffers`, which have no statement themselves
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    buffers: tuple[Tensor, ...] = ()
     # the cached result of `assign_loop_ids`
     loop_ids: dict[tuple[str, Axis], int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -213,8 +224,9 @@ class Region:
 
     @property
     def results(self) -> set[str]:
-        """Statements that the region returns or writes to an input."""
+        """Statements that the region returns or writes to an input, and buffers of such."""
         returned = {output.name for output in self.outputs if output.name is not None}
+        returned |= {name for name, part in self.slices.items() if part.buffer in returned}
         return returned | {name for name, _ in self.writes}
 
     @functools.cached_property
@@ -222,6 +234,7 @@ class Region:
         found = {t.name: t for t in self.inputs}
         found.update(self.input_layouts)
         found.update({s.name: s.tensor for s in self.statements})
+        found.update({t.name: t for t in self.buffers})
         return found
 
     def __str__(self) -> str:
@@ -273,6 +286,10 @@ def verify_region(region: Region) -> None:
                 arity = PRIMITIVES[part.name].arity
                 assert len(part.arguments) == arity, f"{part.name} takes {arity} arguments {where}"
         known[s.name] = s.tensor
+    known.update({t.name: t for t in region.buffers})
+    for name, part in region.slices.items():
+        assert name in known and part.buffer in known, f"{name} is not in {part.buffer}"
+        assert known[name].dtype == known[part.buffer].dtype, f"{name} has the wrong dtype"
     for output in region.outputs:
         assert output.name is None or output.name in known, f"output {output.name} is not defined"
     for name, target in region.writes:

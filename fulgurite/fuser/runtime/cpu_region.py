@@ -161,7 +161,7 @@ class FusedRegion:
             if isinstance(argument, Tensor) and argument.name in unit.slots:
                 self._write_stride_check(lines, position, argument)
                 address[argument.name] = f"a{position}.data_ptr()"
-        order = {s.name: k for k, s in enumerate(region.statements)}
+        order = {name: k for k, name in enumerate(region.tensors)}
         allocated = self.allocated_tensors()
         variables: dict[str, str] = {}
         temporaries = self.find_temporaries(allocated)

@@ -150,7 +150,7 @@ class TritonRegion(FusedRegion):
     ) -> dict[str, str]:
         """Allocate outputs and temporaries; temporaries of static size share one arena."""
         region = self.region
-        order = {s.name: k for k, s in enumerate(region.statements)}
+        order = {name: k for k, name in enumerate(region.tensors)}
         allocated = self.allocated_tensors()
         in_arena = self._write_arena(lines, scope, address, address_of)
         variables: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulgurite.fuser.segment.loop_structure import LoopStructure
+from fulgurite.fuser.segment.loop_structure import LoopStructure, StatementInfo
 from fulgurite.fuser.segment.state import Segment, Segmentation
 
 OUTPUT_LEAVES_REGION = "its outputs leave the region"  # the reason of a region's last segments
@@ -66,16 +66,38 @@ def _collect_unstored_producers(state: Segmentation, name: str) -> list[str]:
 
 
 def _store_constants(state: Segmentation) -> None:
-    """Gives each constant that the region returns a kernel of its own."""
-    for name in state.results:
+    """Adds each constant that the region returns to a kernel with its loops, or to a new one."""
+    for name in sorted(state.results, key=state.order.__getitem__):
         f = state.statements[name]
         if f.is_constant and name not in state.owner:
+            key = _find_segment_with_loops(state, f)
+            if key is not None:
+                state.owner[name] = key
+                state.computing_segments.setdefault(name, []).append(key)
+                continue
             structure = LoopStructure(state.loop_sizes)
             structure.try_add(f)
             state.segments[state.next_id] = Segment(structure, position=state.order[name])
             state.owner[name] = state.next_id
             state.computing_segments.setdefault(name, []).append(state.next_id)
             state.next_id += 1
+
+
+def _find_segment_with_loops(state: Segmentation, constant: StatementInfo) -> int | None:
+    """Adds a constant to a segment that already has all its loops. Returns the segment's id."""
+    for key, segment in state.segments.items():
+        old = segment.structure
+        if not constant.loops or old.grid | old.body != constant.loops or old.has_scatter:
+            continue
+        structure = old.copy()
+        reason = None
+        if constant.name not in structure.statements:
+            reason = structure.try_add(constant)
+        if reason is None and (structure.grid, structure.body) == (old.grid, old.body):
+            if structure.can_store(constant.name):
+                segment.structure = structure
+                return key
+    return None
 
 
 def _merge_scalar_segments(state: Segmentation) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import Expression, Load, walk
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Index, product
@@ -79,20 +80,25 @@ def overwrite_input(nests: Sequence[LoopNest], name: str, target: Tensor) -> lis
     for nest in nests:
         if _stores_to(nest, name) and find_initial_buffer(nest) == target.name:
             nest = replace(nest, initial=None)
-        changed.append(_redirect_loads(redirect_stores(nest, name, target), name, target))
+        changed.append(redirect_loads(redirect_stores(nest, name, target), name, target))
     return changed
 
 
-def _redirect_loads(nest: LoopNest, name: str, target: Tensor) -> LoopNest:
+def redirect_loads(
+    nest: LoopNest, name: str, target: Tensor, offset: Index = indices.ZERO
+) -> LoopNest:
     """Returns the nest with its loads of `name`, and those of its initial values, redirected."""
-    initial = _redirect_loads(nest.initial, name, target) if nest.initial is not None else None
+    initial = (
+        redirect_loads(nest.initial, name, target, offset) if nest.initial is not None else None
+    )
     if name not in nest.memory:
         return replace(nest, initial=initial)
 
     def rename(part: Expression) -> Expression | None:
-        if not isinstance(part, Load) or not part.index or part.name != name:
+        if not isinstance(part, Load) or part.name != name or nest.is_local(part):
             return None
-        return replace(part, name=target.name, index=tuple(map(rename_index, part.index)))
+        (index,) = part.index
+        return replace(part, name=target.name, index=(rename_index(index) + offset,))
 
     def rename_all(part: Expression) -> Expression:
         return rewrite_expression(part, rename, lambda index: index)
@@ -113,15 +119,21 @@ def _redirect_loads(nest: LoopNest, name: str, target: Tensor) -> LoopNest:
     return replace(nest, locals=locals_, stores=stores, memory=memory, initial=initial)
 
 
-def redirect_stores(nest: LoopNest, name: str, target: Tensor) -> LoopNest:
+def redirect_stores(
+    nest: LoopNest, name: str, target: Tensor, offset: Index = indices.ZERO
+) -> LoopNest:
     """Returns the nest with its stores to `name`, and those of its initial values, redirected."""
-    initial = redirect_stores(nest.initial, name, target) if nest.initial is not None else None
+    initial = (
+        redirect_stores(nest.initial, name, target, offset) if nest.initial is not None else None
+    )
     if not any(store.tensor.name == name for store in nest.stores):
         return replace(nest, initial=initial)
     memory = {key: tensor for key, tensor in nest.memory.items() if key != name}
     memory[target.name] = target
     stores = tuple(
-        replace(store, tensor=target) if store.tensor.name == name else store
+        replace(store, tensor=target, index=store.index + offset, statement=name)
+        if store.tensor.name == name
+        else store
         for store in nest.stores
     )
     return replace(nest, stores=stores, memory=memory, initial=initial)

@@ -384,4 +384,4 @@ class RowWriter:
 
 def staging_name(store: Store) -> str:
     """The block that collects values for non-temporal stores."""
-    return f"{identifier(store.tensor.name)}_staging"
+    return f"{identifier(store.name)}_staging"

@@ -18,15 +18,16 @@ from fulgurite.kernels.tuning import fuser_cpu as tuning
 def find_nontemporal_stores(nest: LoopNest, simd_axis: Axis) -> tuple[str, ...]:
     """Results that are too large to be read from a cache later."""
     read = {tensor.name for tensor, _, is_store in nest.accesses() if not is_store}
-    names = []
+    is_nontemporal: dict[str, bool] = {}  # of a tensor: all its stores, which may be slices
     for store in nest.stores:
         stride = store.index.coefficient(simd_axis)
         run = size_hint(simd_axis.size) * store.tensor.itemsize
         is_large = tensor_bytes(store.tensor) >= tuning.MIN_NONTEMPORAL_BYTES
-        if is_large and store.tensor.name not in read:
-            if stride is not None and stride == 1 and run >= tuning.MIN_NONTEMPORAL_RUN:
-                names.append(store.tensor.name)
-    return tuple(names)
+        is_contiguous = stride is not None and stride == 1 and run >= tuning.MIN_NONTEMPORAL_RUN
+        name = store.tensor.name
+        is_own = is_large and is_contiguous and name not in read
+        is_nontemporal[name] = is_nontemporal.get(name, True) and is_own
+    return tuple(name for name, is_chosen in is_nontemporal.items() if is_chosen)
 
 
 def find_contiguous_loads(nest: LoopNest, along: Axis, other: Axis) -> list[Load]:
