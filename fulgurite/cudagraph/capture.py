@@ -64,14 +64,22 @@ class LivePool(GraphPool):
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device, stream)
-        counter = torch.zeros(1, device=device)
-        with torch.cuda.device(device):
-            self._anchor = capture_graph(
+        self._anchors = [self._capture_nothing(DriverGraph)]
+
+    def prepare_torch_graphs(self) -> None:
+        """Keep the pool alive for torch's graphs, too: it also counts them in its pool of host memory."""
+        if len(self._anchors) == 1:
+            self._anchors.append(self._capture_nothing(torch.cuda.CUDAGraph))
+
+    def _capture_nothing(self, make_graph: Callable[[], Graph]) -> CapturedGraph:
+        counter = torch.zeros(1, device=self.stream.device)
+        with torch.cuda.device(self.stream.device):
+            return capture_graph(
                 counter.zero_,
                 pool=self.handle,
-                stream=stream,
+                stream=self.stream,
                 synchronize=False,
-                graph=DriverGraph(),
+                graph=make_graph(),
             )
 
 
@@ -186,7 +194,7 @@ class CudaCapturedCall:
     can't be captured. After such a one that CUDA invalidated, no other of them is tried on the device.
     """
 
-    def __init__(self, run: BoxedFunction, inputs: list[Any], pool: GraphPool) -> None:
+    def __init__(self, run: BoxedFunction, inputs: list[Any], pool: LivePool) -> None:
         def capture(make_graph: Callable[[], Graph]) -> CapturedGraph:
             def try_once() -> CapturedGraph:
                 return capture_graph(
@@ -210,6 +218,7 @@ class CudaCapturedCall:
                 if NEEDS_GENERATOR not in str(error):
                     raise
                 _check_generator(pool.stream.device)
+                pool.prepare_torch_graphs()
                 graph = capture(torch.cuda.CUDAGraph)
         self.outputs: list[Any] = graph.outputs
         self.replay = graph.graph.replay

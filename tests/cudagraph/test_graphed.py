@@ -530,7 +530,8 @@ def fake_graphs(monkeypatch):
 
 
 def capture_on_gpu_3():
-    pool = SimpleNamespace(stream=SimpleNamespace(device=torch.device("cuda", 3)), handle=(0, 1))
+    stream = SimpleNamespace(device=torch.device("cuda", 3))
+    pool = SimpleNamespace(stream=stream, handle=(0, 1), prepare_torch_graphs=lambda: None)
     return capture.CudaCapturedCall(lambda inputs: [1], [], pool)
 
 

@@ -323,4 +323,3 @@ def _contiguous_strides(axes: tuple[Axis, ...]) -> tuple[Index, ...]:
         backwards.append(inner)
         inner = inner * axis.size
     return tuple(reversed(backwards))
-

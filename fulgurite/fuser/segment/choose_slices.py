@@ -95,9 +95,7 @@ def predict_segments(region: Region, segments: list[Segment], device: DeviceInfo
 
 def _loaded_bytes(tensor: Tensor, loads: set[Load]) -> int:
     """Returns the bytes that loads touch: at most the tensor."""
-    points = sum(
-        cost.count_elements(tuple(axis.size for axis in load.axes())) for load in loads
-    )
+    points = sum(cost.count_elements(tuple(axis.size for axis in load.axes())) for load in loads)
     return min(cost.tensor_bytes(tensor), points * tensor.itemsize)
 
 

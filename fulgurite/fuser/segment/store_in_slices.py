@@ -19,7 +19,9 @@ def store_in_slices(region: Region, nests: Sequence[LoopNest]) -> list[LoopNest]
     for name, part in region.slices.items():
         target = region.tensors[part.buffer]
         changed = [
-            redirect_loads(redirect_stores(nest, name, target, part.offset), name, target, part.offset)
+            redirect_loads(
+                redirect_stores(nest, name, target, part.offset), name, target, part.offset
+            )
             for nest in changed
         ]
     return changed

@@ -33,14 +33,17 @@ def schedule_pointwise(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
         return multi_row
     vector_width = _vector_width(nest)
     block = choose_pointwise_block(nest, points, device)
+    num_warps = choose_pointwise_warps(nest, block)
     inner = nest.grid[-1]
     if len(nest.grid) > 1:
         size = inner.size.constant if inner.size.is_constant else 0
         dividing = choose_dividing_block(size, block, vector_width)
-        block = dividing or block
         nest = flatten_loops(nest, nest.grid[:-1] if dividing else nest.grid)
+        if dividing and dividing < block:  # a program of a short row would be over at once
+            row, inner = nest.grid
+            sizes = {row: block // dividing, inner: dividing}
+            return GpuSchedule("pointwise", nest, (row, inner), sizes, num_warps=num_warps)
     inner = nest.grid[-1]
-    num_warps = choose_pointwise_warps(nest, block)
     return GpuSchedule("pointwise", nest, (inner,), {inner: block}, num_warps=num_warps)
 
 
