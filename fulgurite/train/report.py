@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,17 @@ def _describe(records: Sequence[StepRecord]) -> str:
     parts = [
         f"{last.step + 1:,} steps",
         f"{format_number(last.tokens)} tokens",
-        format_duration(last.time),
+        format_duration(_total_time(records)),
     ]
     if skipped:
         parts.append("1 step skipped" if skipped == 1 else f"{skipped} steps skipped")
     return " · ".join(parts)
+
+
+def _total_time(records: Sequence[StepRecord]) -> float:
+    """Seconds of all parts of a run: the clock of a resumed part starts at zero."""
+    ends = [one.time for one, after in pairwise(records) if after.time < one.time]
+    return sum(ends) + records[-1].time
 
 
 def _make_figures(records: Sequence[StepRecord]) -> Markup:

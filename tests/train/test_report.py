@@ -67,7 +67,8 @@ def write_run(folder: Path, steps: int, **fields: object) -> Path:
     writer = MetricsWriter(folder, LogSection())
     for step in range(steps):
         values = {name: make(step) for name, make in fields.items()}  # type: ignore[operator]
-        writer.write(StepRecord(step=step, time=float(step), **{"loss": 5 / (step + 1), **values}))
+        defaults = {"time": float(step), "loss": 5 / (step + 1)}
+        writer.write(StepRecord(step=step, **{**defaults, **values}))
     writer.close()
     return folder
 
@@ -115,6 +116,11 @@ def test_a_whole_run(tmp_path: Path):
         "Gradient norm",
     ):
         assert part in text, part
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_parts(tmp_path: Path):
+    folder = write_run(tmp_path, 300, time=lambda s: float(s % 100 + 1))  # two restarts
+    assert "300 steps · 0 tokens · 5:00" in check(write_report(folder))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
