@@ -70,7 +70,7 @@ class GraphedFunction:
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
         self.is_on_device: list[bool] = []  # the results of a plain call
-        # with static sizes: what followed the last capture before (layers are called in turn)
+        # what followed the last capture before: layers are called in turn
         self._expected: list[weakref.ref[ReplayableCall] | None] = [None]
         self._native = GraphedState(
             self._expected, memory.lock, Words(0), memory.stream_words, interface.device
@@ -201,7 +201,7 @@ class GraphedFunction:
         call.last_used = self.replays
         if not state.decision.is_confirmed:
             return self._measure_replay(state, call, inputs)
-        if not self.interface.dynamic_inputs:
+        if call.plan is not None:
             self._expect_after_last(call)
         return call(inputs)
 

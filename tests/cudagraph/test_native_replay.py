@@ -25,11 +25,16 @@ pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="no hos
 CPU = torch.device("cpu")
 
 
-def make(run: Callable[..., Any], *modes: str, mutated: tuple[int, ...] = ()) -> GraphedFunction:
+def make(
+    run: Callable[..., Any],
+    *modes: str,
+    mutated: tuple[int, ...] = (),
+    dynamic: tuple[int, ...] = (),
+) -> GraphedFunction:
     def boxed(inputs: list[Any]) -> list[Any]:
         return list(run(*inputs))
 
-    interface = GraphInterface(modes, CPU, mutated)  # type: ignore[arg-type]
+    interface = GraphInterface(modes, CPU, mutated, dynamic)  # type: ignore[arg-type]
     return GraphedFunction(
         "graph_0", boxed, interface, CaptureMemory(make_fake_backend()), forced=True
     )
@@ -120,6 +125,30 @@ def test_a_replay_runs_no_python_of_ours() -> None:
     assert "_find_and_run" in find_python_frames(lambda: run([x.clone(), w]))
 
 
+def test_sizes_that_change_are_replayed_natively() -> None:
+    graphed = make(lambda n, x: [x[: n - 1] * n], "copied", dynamic=(0, 1))
+    run = graphed.make_callable()
+    inputs = [(n, torch.randn(size)) for n, size in [(3, 4), (3, 6), (5, 6)]]
+    inputs.append((3, torch.randn(2, 6)[:, 0].expand(2)))
+    inputs.append((3, torch.randn(12)[::2]))  # the sizes of another, and other strides
+    for _ in range(8):
+        for n, x in inputs:
+            torch.testing.assert_close(run([n, x])[0], x[: n - 1] * n, rtol=0, atol=0)
+    assert graphed.captures == len(inputs) and graphed.replays == 6 * len(inputs)
+    slow: set[str] = set()
+    for n, x in inputs:
+        slow |= find_python_frames(lambda n=n, x=x: run([n, x]))  # type: ignore[misc]
+    assert "_find_and_run" not in slow
+
+
+@pytest.mark.parametrize("value", [2.5, True, 1 << 70, None])
+def test_inputs_that_native_code_can_not_compare(value: Any) -> None:
+    graphed, x = make(lambda v, x: [x + 1], "copied", dynamic=(0,)), torch.zeros(2)
+    for _ in range(6):
+        assert graphed([value, x])[0].tolist() == [1.0, 1.0]
+    assert graphed.replays == 4
+
+
 @pytest.mark.usefixtures("null_replays")
 def test_a_training_step_runs_no_python_of_ours_but_the_entry() -> None:
     def program(x: Tensor, weight: Tensor) -> Tensor:
@@ -173,12 +202,12 @@ def test_an_error_of_a_replay_is_raised_and_releases_the_lock(
     (call,) = state.calls()
     working = call._replay
     call._replay, call.plan = fail, None
-    call.plan = call.make_plan(1)
+    call.plan = call.make_plan([x])
     with pytest.raises(KeyboardInterrupt):
         run([x])
     assert not graphed.memory.lock.locked()
     call._replay = working
-    call.plan = call.make_plan(1)
+    call.plan = call.make_plan([x])
     before = graphed.replays
     assert run([x])[0].tolist() == [1.0, 1.0] and graphed.replays == before + 1
 
