@@ -171,7 +171,7 @@ static Object copy_of(const GraphResult& result, int64_t device, void* stream) {
   Object arguments[3];
   for (int64_t k = 0; k < 3; ++k) arguments[k] = api.tuple_item(result.layout, k + 1);
   Object made = api.vectorcall(api.tuple_item(result.layout, 0), arguments, 3, 0);
-  if (!made) return 0;
+  if (!made || !result.number) return made;
   void *target, *source;
   int32_t error = api.data_ptr(handle_of(made), &target) || api.data_ptr(handle_of(result.value), &source);
   if (!error && device < 0) __builtin_memcpy(target, source, result.number);

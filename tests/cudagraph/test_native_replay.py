@@ -169,6 +169,80 @@ def test_a_training_step_runs_no_python_of_ours_but_the_entry() -> None:
     assert compiled.session.compiled_graph(-1, "backward").graphed.replays > 3
 
 
+def make_captured_step() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, Tensor]]:
+    """A program and its compiled form, whose forward and backward are replayed. Inside `use_fake_captures`."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sin(x @ weight) * x
+
+    compiled = fulgurite.compile(program, cudagraph=True)
+    x, weight = torch.randn(4, 4).requires_grad_(), torch.randn(4, 4).requires_grad_()
+    for _ in range(10):
+        gradients = torch.autograd.grad(compiled(x, weight).sum(), (x, weight))
+        del gradients
+    return program, compiled, (x, weight)
+
+
+def count_replays(compiled: Any) -> int:
+    return sum(compiled.session.compiled_graph(-1, k).graphed.replays for k in ("forward", "backward"))
+
+
+def test_backward_of_a_captured_step_runs_twice() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        before = count_replays(compiled)
+        out = compiled(*inputs).sum()
+        first = [g.clone() for g in torch.autograd.grad(out, inputs, retain_graph=True)]
+        second = torch.autograd.grad(out, inputs)
+        assert count_replays(compiled) == before + 3
+        for expected, one, two in zip(
+            torch.autograd.grad(program(*inputs).sum(), inputs), first, second, strict=True
+        ):
+            torch.testing.assert_close(one, expected)
+            torch.testing.assert_close(two, expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, inputs)
+
+
+def test_an_input_that_was_modified_in_place_is_an_error() -> None:
+    with use_fake_captures():
+        _, compiled, inputs = make_captured_step()
+        out = compiled(*inputs).sum()
+        with torch.no_grad():
+            inputs[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, inputs)
+
+
+def test_hooks_of_tensors_and_nodes_see_gradients_of_a_captured_step() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        found: dict[str, list[Tensor]] = {}
+        for name, function in (("eager", program), ("compiled", compiled)):
+            seen = found.setdefault(name, [])
+            out = function(*inputs)
+            out.register_hook(lambda g, seen=seen: seen.append(g.clone()) or g * 2)
+            handle = inputs[0].register_hook(lambda g, seen=seen: seen.append(g.clone()))
+            out.sum().backward()
+            handle.remove()
+            seen += [tensor.grad.clone() for tensor in inputs if tensor.grad is not None]
+            for tensor in inputs:
+                tensor.grad = None
+        for expected, value in zip(found["eager"], found["compiled"], strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+def test_double_backward_of_a_captured_step() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        results = []
+        for function in (program, compiled):
+            (gradient,) = torch.autograd.grad(function(*inputs).sum(), inputs[0], create_graph=True)
+            results.append(torch.autograd.grad(gradient.square().sum(), inputs))
+        for expected, value in zip(*results, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_held_results_are_not_overwritten_and_released_ones_are_reused() -> None:
     graphed, x = make(lambda x: [x + 1], "shared"), torch.zeros(2)
     run, held = graphed.make_callable(), []
