@@ -21,6 +21,8 @@ class RunsCompiled(Protocol):
 
     run: Callable[..., Any]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class CompiledModule(nn.Module):
     """A mixin before the user's class. `wrap_module` sets the class attributes on a subclass per object."""

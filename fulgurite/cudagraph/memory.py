@@ -193,9 +193,9 @@ class CaptureMemory:
     ) -> None:
         self.backend = backend
         self.addresses = addresses or StaticAddresses()
-        self.lock = threading.Lock() if forward is None else forward.lock
+        self.lock: threading.Lock = threading.Lock() if forward is None else forward.lock
         # whether a stream is known, and its handle
-        self.stream_words = Words(0, 0) if forward is None else forward.stream_words
+        self.stream_words: Words = Words(0, 0) if forward is None else forward.stream_words
         self._pools: list[CapturePool] = []
         self._forward = forward
         # of the last calls of backward functions without captures, by id

@@ -159,6 +159,5 @@ def _dynamic_words(position: int, value: Any) -> list[int] | None:
 
 def _copy_layout(tensor: Tensor) -> tuple[Any, ...]:
     """The function that allocates a copy, and its arguments."""
-    is_cuda = tensor.device.type == "cuda"
-    allocate = guards._empty_strided_cuda if is_cuda else guards._empty_strided_cpu
+    allocate = getattr(guards, f"_empty_strided_{tensor.device.type}")
     return allocate, tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -184,7 +184,9 @@ def make_captured_step() -> tuple[Callable[..., Any], Callable[..., Any], tuple[
 
 
 def count_replays(compiled: Any) -> int:
-    return sum(compiled.session.compiled_graph(-1, k).graphed.replays for k in ("forward", "backward"))
+    return sum(
+        compiled.session.compiled_graph(-1, k).graphed.replays for k in ("forward", "backward")
+    )
 
 
 def test_backward_of_a_captured_step_runs_twice() -> None:
