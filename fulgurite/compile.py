@@ -80,12 +80,12 @@ class Compiled:
         self.units: list[UnitGroup] = []  # what distributed wrappers run
         self.whole_model: WholeModel | None = None  # how a model with repeated layers runs
         self._outer = OuterGraphBackend(self.session)
-        self._run: Callable[..., Any]
+        self.run: Callable[..., Any]
         if isinstance(function, nn.Module):
             self.blocks = self._select_blocks(function)
-            self._run = self._first_module_call
+            self.run = self._first_module_call
         else:
-            self._run = self._optimize(function)
+            self.run = self._optimize(function)
             functools.update_wrapper(self, function, updated=())
 
     def _optimize(
@@ -106,9 +106,9 @@ class Compiled:
     def _adopt_native(self, call: DirectCall, native: Callable[..., Any]) -> bool:
         """Run the native function of a direct call in its place, if it is all that runs."""
         use_native_checks()
-        if self._run is not call:
+        if self.run is not call:
             return False
-        self._run = native
+        self.run = native
         return True
 
     def _select_blocks(self, module: nn.Module) -> list[BlockGroup]:
@@ -130,8 +130,8 @@ class Compiled:
         model = self.original
         assert isinstance(model, nn.Module), "functions are compiled at once"
         units = find_units(model)
-        self._run = self._run_units(model, units) if units else self._run_model(model)
-        return self._run(*args, **kwargs)
+        self.run = self._run_units(model, units) if units else self._run_model(model)
+        return self.run(*args, **kwargs)
 
     def _run_units(self, model: nn.Module, units: list[Unit]) -> Callable[..., Any]:
         """Run a model in eager mode with compiled units: what its distributed wrappers run."""
@@ -203,11 +203,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside another capture: behave like the original function
             return self.original(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run compiled, without the check for an enclosing capture."""
-        return self._run(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Bind like a plain function when used as a method."""
@@ -304,9 +300,7 @@ def _compile_module(module: nn.Module, options: Options) -> Any:
     members: dict[str, Any] = {"compiled": property(lambda module: compiled)}
     for name in FORWARDED_MEMBERS:
         members[name] = _ForwardedMember(compiled, name)
-    return wrap_module(
-        module, compiled.call, lambda other: _compile_module(other, options), members
-    )
+    return wrap_module(module, compiled, lambda other: _compile_module(other, options), members)
 
 
 class _ForwardedMember:

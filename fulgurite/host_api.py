@@ -69,6 +69,8 @@ PYTHON_FUNCTIONS = (
     "PyObject_RichCompareBool",
     "PyErr_Fetch",
     "PyErr_Restore",
+    "PyDict_New",
+    "PyDict_SetItem",
 )
 TORCH_FUNCTIONS = (
     "aoti_torch_empty_strided",
@@ -103,6 +105,7 @@ METHODS = {
     "call_directly": METH_FASTCALL | METH_KEYWORDS,
     "call_graph": METH_FASTCALL,
     "may_trace": METH_NOARGS,
+    "has_no_saved_tensor_hooks": METH_O,
     "call_training": METH_FASTCALL,
     "run_training_forward": METH_FASTCALL,
     "run_training_backward": METH_FASTCALL,
@@ -355,7 +358,7 @@ def _training_values() -> list[Any]:
         "requires_grad",  # for include/launch_plan.h
         *("words", "plan", "successor"),  # for include/graph_replay.h
         torch._C._cuda_isCurrentStreamCapturing if torch.cuda.is_available() else None,
-        torch.clone,
+        *(torch.clone, int),
     ]
 
 

@@ -98,15 +98,15 @@ class MoeLayer:
     router_ED: Tensor
     gate_up: Tensor
     down: Tensor
-    top_k: int
+    config: RouterConfig
 
     def run_kernels(self, x: Tensor) -> Tensor:
-        routes = route_tokens(x, self.router_ED, RouterConfig(self.top_k, renormalize=True))
+        routes = route_tokens(x, self.router_ED, self.config)
         return fused_experts(x, routes, self.gate_up, self.down)
 
     def run_torch(self, x: Tensor) -> Tensor:
         scores = torch.softmax(F.linear(x, self.router_ED).float(), dim=-1)
-        weights, experts = scores.topk(self.top_k, dim=-1)
+        weights, experts = scores.topk(self.config.top_k, dim=-1)
         routes = Routes(weights / weights.sum(-1, keepdim=True), experts)
         return torch_grouped_mm(x, routes, self.gate_up, self.down)
 
@@ -156,7 +156,7 @@ def _make_moe_layer(**how: Any) -> MoeLayer:
         torch.randn(experts, hidden, **how) / hidden**0.5,
         torch.randn(experts, 2 * inner, hidden, **how) / hidden**0.5,
         torch.randn(experts, hidden, inner, **how) / inner**0.5,
-        top_k=4,
+        RouterConfig(top_k=4, renormalize=True),
     )
 
 

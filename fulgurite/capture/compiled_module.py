@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from fulgurite.capture.dynamo import is_capturing
 
 
+class RunsCompiled(Protocol):
+    """What a compiled module calls. `run` is read at every call: native code may take its place."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class CompiledModule(nn.Module):
     """A mixin before the user's class. `wrap_module` sets the class attributes on a subclass per object."""
 
     _fulgurite_original: nn.Module
-    _fulgurite_call: Callable[..., Any]
+    _fulgurite_compiled: RunsCompiled  # a static method: it binds like a function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside another capture: behave like the original module
             return self._fulgurite_original(*args, **kwargs)
-        return type(self)._fulgurite_call(*args, **kwargs)
+        return type(self)._fulgurite_compiled.run(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         """Equal to the original: FSDP2 and others keep what they know of a module in a dict by module."""
@@ -56,11 +64,11 @@ def unpickle_original(original: Any) -> Any:
 
 def wrap_module(
     module: nn.Module,
-    call: Callable[..., Any],
+    compiled: RunsCompiled,
     recompile: Callable[[nn.Module], Any],
     members: dict[str, Any],
 ) -> Any:
-    """`module` as an object that calls `call`. `members` are added unless the module has the name."""
+    """`module` as an object that calls `compiled.run`. `members` are added unless the module has the name."""
     original = type(module)
     free = {name: value for name, value in members.items() if not hasattr(module, name)}
     namespace = {
@@ -68,14 +76,14 @@ def wrap_module(
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_fulgurite_original": module,
-        "_fulgurite_call": staticmethod(call),
+        "_fulgurite_compiled": staticmethod(compiled),
         "_fulgurite_recompile": staticmethod(recompile),
         **free,
     }
     derived = type(original.__name__, (CompiledModule, original), namespace)
-    compiled: Any = object.__new__(derived)
-    compiled.__dict__ = module.__dict__
-    return compiled
+    wrapped: Any = object.__new__(derived)
+    wrapped.__dict__ = module.__dict__
+    return wrapped
 
 
 def unwrap_compiled(module: Any) -> Any:

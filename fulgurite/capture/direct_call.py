@@ -149,7 +149,7 @@ class DirectCall:
             values = (
                 *(function, self.code, self.defaults, self.keyword_defaults, self.module),
                 *(self.bound_self[0] if self.bound_self else None, self.bind, call_dynamo),
-                self._native_entries,
+                *(self._native_entries, _plain_parameters(self.code)),
             )
             words = struct.pack(f"{len(values)}q", *(0 if v is None else id(v) for v in values))
             made: Callable[..., Any] = library.make_callable("call_directly", (words, values))
@@ -201,6 +201,13 @@ def _parameter_names(code: CodeType) -> tuple[str, ...]:
     """Parameter names in the order of code objects: positional, keyword-only, *args, **kwargs."""
     stars = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars]
+
+
+def _plain_parameters(code: CodeType) -> tuple[str, ...] | None:
+    """The names, if arguments by position are all local variables there are; None otherwise."""
+    stars = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    is_plain = not (code.co_flags & stars or code.co_kwonlyargcount or code.co_freevars)
+    return _parameter_names(code) if is_plain else None
 
 
 def _parameter_list(code: CodeType) -> str:

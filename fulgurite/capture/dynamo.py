@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fulgurite.capture import dynamo_fixes, program_errors
+from fulgurite.capture import dynamo_fixes, native_guards, program_errors
 from fulgurite.capture.direct_call import DirectCall, find_inline_wrapper
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.host_api import load_library, start_build
@@ -52,6 +52,7 @@ def optimize(
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when called."""
     dynamo_fixes.install()
+    native_guards.install()
     _attach_break_listener()
     _skip_function_names()
     _skip_guard_timing()

@@ -80,7 +80,7 @@ def capture_call(
         function.tail,
     )
     replayable.seeds = seeds if seeds.draws else None
-    replayable.plan = replayable.make_plan(len(inputs))
+    replayable.plan = replayable.make_plan(inputs, interface.dynamic_inputs)
     return replayable
 
 

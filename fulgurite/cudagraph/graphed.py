@@ -70,7 +70,7 @@ class GraphedFunction:
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
         self.is_on_device: list[bool] = []  # the results of a plain call
-        # with static sizes: what followed the last capture before (layers are called in turn)
+        # what followed the last capture before: layers are called in turn
         self._expected: list[weakref.ref[ReplayableCall] | None] = [None]
         self._native = GraphedState(
             self._expected, memory.lock, Words(0), memory.stream_words, interface.device
@@ -94,6 +94,7 @@ class GraphedFunction:
 
     def _find_and_run(self, inputs: list[Any]) -> Sequence[Any]:
         """A call that native code did not serve by the capture that was expected."""
+        self.memory.observe_call(id(self))
         state = self._states.get(self._key(inputs))
         if state is None:
             state = self._add_state(inputs)
@@ -146,7 +147,9 @@ class GraphedFunction:
     def _run_plain(self, inputs: list[Any], reason: str = "") -> Sequence[Any]:
         if reason:
             self._note(reason)
-        return self._call_plain(inputs)
+        results = self._call_plain(inputs)
+        self.memory.observe_results(id(self), results)
+        return results
 
     def _call_plain(self, inputs: list[Any]) -> Sequence[Any]:
         self.plain_calls += 1
@@ -201,7 +204,7 @@ class GraphedFunction:
         call.last_used = self.replays
         if not state.decision.is_confirmed:
             return self._measure_replay(state, call, inputs)
-        if not self.interface.dynamic_inputs:
+        if call.plan is not None:
             self._expect_after_last(call)
         return call(inputs)
 
@@ -217,8 +220,8 @@ class GraphedFunction:
 
     def _measure_plain(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
         if not state.is_warm:
-            return self._call_plain(inputs)
-        results = state.decision.plain.run(lambda: self._call_plain(inputs), self.backend.stopwatch)
+            return self._run_plain(inputs)
+        results = state.decision.plain.run(lambda: self._run_plain(inputs), self.backend.stopwatch)
         if state.decision.should_capture is False:
             self._disable(state)
         return results  # type: ignore[no-any-return]
@@ -247,6 +250,7 @@ class GraphedFunction:
         self, state: ShapeState, layer: LayerState, held: list[ReplayableCall]
     ) -> bool:
         if held:
+            self.memory.observe_blocked()
             layer.held += 1
             self._note("outputs of the last replay are still held")
             return layer.held >= WAITS_FOR_OUTPUTS and len(held) < MAX_SLOTS

@@ -5,8 +5,11 @@ In: captured calls, in the order of their captures. Out: whether one may be repl
 Captures of one pool use the same memory for their intermediate values. The outputs of a capture stay
 allocated, so a later capture never uses their memory. But the outputs of a later capture may lie where an
 earlier one has its intermediate values. So a capture may be replayed if nobody holds shared outputs of
-itself or of a later one. Forward and backward have pools of their own: gradients that accumulate don't
-block forward.
+itself or of a later one.
+
+Backward uses the pools of forward if gradients are freed before the next forward pass, as by
+`zero_grad(set_to_none=True)`: its intermediate values, and gradients, then take the memory of forward's
+intermediate values. Otherwise it has pools of its own: gradients that accumulate don't block forward.
 """
 
 from __future__ import annotations
@@ -178,16 +181,49 @@ class CaptureMemory:
 
     Captures share the pool of their slot. All run on one stream, one at a time. A function whose
     outputs of slot 0 are held runs a capture of slot 1, which has memory of its own.
+
+    forward   of backward graphs: the memory of the forward graphs
     """
 
     def __init__(
-        self, backend: CaptureBackend = CUDA, addresses: StaticAddresses | None = None
+        self,
+        backend: CaptureBackend = CUDA,
+        addresses: StaticAddresses | None = None,
+        forward: CaptureMemory | None = None,
     ) -> None:
         self.backend = backend
         self.addresses = addresses or StaticAddresses()
-        self.lock = threading.Lock()
-        self.stream_words = Words(0, 0)  # whether a stream is known, and its handle
+        self.lock: threading.Lock = threading.Lock() if forward is None else forward.lock
+        # whether a stream is known, and its handle
+        self.stream_words: Words = Words(0, 0) if forward is None else forward.stream_words
         self._pools: list[CapturePool] = []
+        self._forward = forward
+        # of the last calls of backward functions without captures, by id
+        self._gradients: dict[int, list[StorageWeakRef]] = {}
+        self._keeps_gradients = False  # from one forward pass to the next
+
+    def observe_call(self, function: int) -> None:
+        """A function is called, not by native code. Notes whether earlier gradients are held then.
+
+        function   its id. Gradients of other backward graphs may be of the same step.
+        """
+        memory = self._forward or self
+        if memory._gradients:
+            given = memory._gradients
+            checked = given.values() if self._forward is None else [given.get(function, [])]
+            memory._keeps_gradients |= not all(one.expired() for part in checked for one in part)
+            if self._forward is None:
+                given.clear()
+
+    def observe_results(self, function: int, results: Sequence[Any]) -> None:
+        """What a call without a capture returned: gradients, of backward graphs."""
+        if self._forward is not None:
+            storages = [x.untyped_storage() for x in results if isinstance(x, Tensor)]
+            self._forward._gradients[function] = [StorageWeakRef(storage) for storage in storages]
+
+    def observe_blocked(self) -> None:
+        """A capture can't be replayed, because outputs are held: gradients, perhaps."""
+        self._keeps_gradients = True
 
     @property
     def stream(self) -> int | None:
@@ -201,8 +237,13 @@ class CaptureMemory:
     def free_unused_pools(self) -> None:
         for pool in self._pools:
             pool.free_if_unused()
+        if self._forward is not None:
+            self._forward.free_unused_pools()
 
     def pool(self, slot: int) -> CapturePool:
+        """The pool of the next capture."""
+        if self._forward is not None and not self._forward._keeps_gradients:
+            return self._forward.pool(slot)
         while len(self._pools) <= slot:
             self._pools.append(CapturePool(len(self._pools), self.backend.make_pool))
         return self._pools[slot]

@@ -105,6 +105,7 @@ class ReplayPlan:
     finish        completes a list of results, given the inputs; None: nothing is left to do
     static        position and address of the inputs that are read in place
     copied        position and static buffer of the others
+    dynamic       position and value of the inputs whose sizes, or values if they are numbers, may change
     """
 
     replay: Callable[[], Any]
@@ -119,8 +120,13 @@ class ReplayPlan:
     static: Sequence[tuple[int, int]]
     copied: Sequence[tuple[int, Tensor]]
     results: Sequence[Result]
+    dynamic: Sequence[tuple[int, Any]]
 
-    def pack(self) -> Plan:
+    def pack(self) -> Plan | None:
+        """The words, and what they refer to; None where only Python can compare the inputs."""
+        sizes = [_dynamic_words(position, value) for position, value in self.dynamic]
+        if any(words is None for words in sizes):
+            return None
         copies_many = len(self.copied) > MAX_SINGLE_COPIES
         objects: list[Any] = [
             self.replay,
@@ -129,7 +135,7 @@ class ReplayPlan:
         ]
         words = [0 if value is None else id(value) for value in objects]
         words += [self.state.address, self.order, self.num_inputs]
-        words += [len(self.static), len(self.copied), len(self.results)]
+        words += [len(self.static), len(self.copied), len(self.results), len(sizes)]
         words += [word for pair in self.static for word in pair]
         for position, buffer in self.copied:
             objects.append(buffer)
@@ -138,11 +144,20 @@ class ReplayPlan:
             referred, numbers = result.words()
             objects += referred
             words += numbers
+        words += [word for part in sizes for word in part or ()]
         return struct.pack(f"{len(words)}q", *words), (*objects, self.state)
+
+
+def _dynamic_words(position: int, value: Any) -> list[int] | None:
+    """What a later input must have; None if it is neither a tensor nor an integer of 64 bits."""
+    if isinstance(value, Tensor):
+        return [position, value.dim(), *value.shape, *value.stride()]
+    if type(value) is int and abs(value) < 1 << 63:
+        return [position, -1, value]
+    return None
 
 
 def _copy_layout(tensor: Tensor) -> tuple[Any, ...]:
     """The function that allocates a copy, and its arguments."""
-    is_cuda = tensor.device.type == "cuda"
-    allocate = guards._empty_strided_cuda if is_cuda else guards._empty_strided_cpu
+    allocate = getattr(guards, f"_empty_strided_{tensor.device.type}")
     return allocate, tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -149,8 +149,11 @@ class ReplayableCall:
         """To be looked at: do inputs still have to be copied?"""
         return bool(self._state[2])
 
-    def make_plan(self, num_inputs: int) -> Plan:
-        """How native code replays this capture."""
+    def make_plan(self, inputs: Sequence[Any], dynamic: Sequence[int] = ()) -> Plan | None:
+        """How native code replays this capture; None: Python does.
+
+        dynamic   positions of inputs whose sizes, or values if they are numbers, may change
+        """
         made = {k: Result(ResultKind.MEMORY, tensor) for k, tensor in self._shared}
         made |= {k: Result(ResultKind.COPY, tensor) for k, tensor in self._cloned}
         made |= {k: view.as_result(source) for k, source, view in self._from_inputs}
@@ -166,10 +169,11 @@ class ReplayableCall:
             self.shared_outputs,
             self._state,
             self.order,
-            num_inputs,
+            len(inputs),
             [(k, self.addresses[k]) for k in self.static],
             list(zip(self.copied, self._buffers, strict=True)),
             results,
+            [(k, inputs[k]) for k in dynamic],
         ).pack()
 
     def matches(self, inputs: list[Any]) -> bool:

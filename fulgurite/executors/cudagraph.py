@@ -67,12 +67,12 @@ Report = Callable[[str], None]
 
 
 class ProgramMemory:
-    """Memory of the CUDA graphs of one program: forward and backward have pools of their own."""
+    """Memory of the CUDA graphs of one program."""
 
     def __init__(self) -> None:
         addresses = StaticAddresses()  # backward reads what forward saved in place
         self.forward = CaptureMemory(BACKEND, addresses)
-        self.backward = CaptureMemory(BACKEND, addresses)
+        self.backward = CaptureMemory(BACKEND, addresses, self.forward)
 
     def of(self, kind: str) -> CaptureMemory:
         return self.backward if kind == "backward" else self.forward

@@ -28,6 +28,17 @@ static bool returns_none(Object function) {
   return result == api.none;
 }
 
+// self: (torch's function that returns the hooks on saved tensors, TorchDynamo's guard). A guard of a graph that was
+// captured without hooks: TorchDynamo's looks at hooks that there are.
+EXPORT Object has_no_saved_tensor_hooks(Object self, Object value) {
+  Object hooks = api.vectorcall(api.tuple_item(self, 0), &api.true_, 1, 0);
+  if (!hooks) return 0;
+  api.decref(hooks);
+  if (hooks != api.none) return api.vectorcall(api.tuple_item(self, 1), &value, 1, 0);
+  api.incref(api.true_);
+  return api.true_;
+}
+
 struct Direct {
   Object function, code, defaults, keyword_defaults;
   Object module;      // whose forward it is, or null
@@ -35,7 +46,18 @@ struct Direct {
   Object bind;        // arguments -> local variables by name
   Object slow;        // calls through TorchDynamo
   Object entries;     // list of (guard manager, its check, the code to run)
+  Object parameters;  // names, if arguments by position are all local variables; or null
 };
+
+// The local variables by name, as a new reference; null after a Python error.
+static Object bind_arguments(const Direct& d, Object const* arguments, int64_t count, Object names) {
+  if (!d.parameters || names || api.tuple_size(d.parameters) != count)
+    return api.vectorcall(d.bind, arguments, count, names);
+  Object values = api.dict_new();
+  for (int64_t k = 0; values && k < count; ++k)
+    if (api.dict_set(values, api.tuple_item(d.parameters, k), arguments[k])) { api.decref(values); return 0; }
+  return values;
+}
 
 static bool is_unchanged(const Direct& d) {
   if (api.function_code(d.function) != d.code || api.function_defaults(d.function) != d.defaults ||
@@ -67,7 +89,7 @@ static bool can_bypass_dynamo(const Direct& d) {
 // The code of the first entry whose guards hold, as a new reference; null without or with a Python error.
 static Object find_entry(const Direct& d, Object const* arguments, int64_t count, Object names) {
   if (api.list_size(d.entries) == 0) return 0;
-  Object values = api.vectorcall(d.bind, arguments, count, names);
+  Object values = bind_arguments(d, arguments, count, names);
   if (!values) return 0;
   Object found = 0;
   for (int64_t k = 0; !found && k < api.list_size(d.entries); ++k) {

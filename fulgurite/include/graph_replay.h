@@ -29,14 +29,42 @@ struct Replay {
   Object shared;             // a list of the outputs that callers may hold, of all captures of the memory
   Object own_outputs;        // one of them, or null
   int64_t* state;            // number of replays, number of the function's last replay, whether Python has to look at it
-  int64_t order, num_inputs, num_static, num_copied, num_results;
-  // (position, address)..., CopiedInput..., GraphResult...
+  int64_t order, num_inputs, num_static, num_copied, num_results, num_dynamic;
+  // (position, address)..., CopiedInput..., GraphResult..., (position, rank, sizes..., strides...) of tensors and
+  // (position, -1, value) of integers that were captured with these
   const int64_t* static_inputs() const { return (const int64_t*)(this + 1); }
   const CopiedInput* copied() const { return (const CopiedInput*)(static_inputs() + 2 * num_static); }
   const GraphResult* results() const { return (const GraphResult*)(copied() + num_copied); }
+  const int64_t* dynamic_inputs() const { return (const int64_t*)(results() + num_results); }
 };
 
 static inline Handle handle_of(Object tensor) { return (char*)tensor + api.cdata_offset; }
+
+static bool has_layout(Object value, int64_t expected_rank, const int64_t* expected) {
+  int64_t rank, *sizes, *strides;
+  if (!is_plain_tensor(value) || api.dim(handle_of(value), &rank) || rank != expected_rank) return false;
+  if (api.sizes(handle_of(value), &sizes) || api.strides(handle_of(value), &strides)) return false;
+  for (int64_t k = 0; k < rank; ++k)
+    if (sizes[k] != expected[k] || strides[k] != expected[rank + k]) return false;
+  return true;
+}
+
+// Whether inputs of changing sizes, and integers, are those that were captured.
+static bool has_captured_sizes(const Replay& r, Object const* inputs) {
+  const int64_t* w = r.dynamic_inputs();
+  for (int64_t k = 0; k < r.num_dynamic; ++k, w += w[1] < 0 ? 3 : 2 + 2 * w[1]) {
+    Object value = inputs[w[0]];
+    if (w[1] >= 0) {
+      if (!has_layout(value, w[1], w + 2)) return false;
+    } else {
+      if (((Object*)value)[1] != api.int_type) return false;
+      int64_t found = api.long_as(value);
+      if (found == -1 && api.error_occurred()) { api.error_clear(); return false; }
+      if (found != w[2]) return false;
+    }
+  }
+  return true;
+}
 
 static bool takes(const Replay& r, Object const* inputs, int64_t count) {
   if (count != r.num_inputs || r.state[2]) return false;
@@ -48,7 +76,7 @@ static bool takes(const Replay& r, Object const* inputs, int64_t count) {
   }
   for (int64_t k = 0; k < r.num_copied; ++k)
     if (!is_plain_tensor(inputs[r.copied()[k].position])) return false;
-  return true;
+  return has_captured_sizes(r, inputs);
 }
 
 // Whether the current stream is that of the captures, and not being captured itself.
@@ -143,7 +171,7 @@ static Object copy_of(const GraphResult& result, int64_t device, void* stream) {
   Object arguments[3];
   for (int64_t k = 0; k < 3; ++k) arguments[k] = api.tuple_item(result.layout, k + 1);
   Object made = api.vectorcall(api.tuple_item(result.layout, 0), arguments, 3, 0);
-  if (!made) return 0;
+  if (!made || !result.number) return made;
   void *target, *source;
   int32_t error = api.data_ptr(handle_of(made), &target) || api.data_ptr(handle_of(result.value), &source);
   if (!error && device < 0) __builtin_memcpy(target, source, result.number);
@@ -217,7 +245,9 @@ static bool try_expected(const Graphed& g, Object const* inputs, int64_t count, 
   Object call = api.vectorcall(api.list_item(g.expected, 0), 0, 0, 0);
   Object plan = call && call != api.none ? api.get_attribute(call, api.plan_key) : 0;
   bool replayed = false;
-  if (plan) {
+  if (plan == api.none) {
+    api.decref(plan);
+  } else if (plan) {
     const Replay& r = *(const Replay*)api.bytes_data(api.tuple_item(plan, 0));
     replayed = try_replay(g, call, r, inputs, count, result);
     api.decref(plan);

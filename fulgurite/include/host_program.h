@@ -59,6 +59,8 @@ struct Api {
   int (*compare)(Object, Object, int);                             // PyObject_RichCompareBool
   void (*error_fetch)(Object*, Object*, Object*);
   void (*error_restore)(Object, Object, Object);
+  Object (*dict_new)();
+  int (*dict_set)(Object, Object, Object);
   // torch
   int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
   int32_t (*reinterpret)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*);
@@ -116,7 +118,7 @@ struct Api {
   // for include/graph_replay.h
   Object words_key, plan_key, successor_key;
   Object is_capturing;                 // torch._C._cuda_isCurrentStreamCapturing, or null
-  Object clone;
+  Object clone, int_type;
 };
 static Api api;
 

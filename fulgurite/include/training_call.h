@@ -81,6 +81,7 @@ static bool keep_inputs(const Training& t, Object ctx, Object const* inputs, int
 
 // A saved view keeps its base's autograd graph alive; its version counter is shared either way.
 static Object without_base(Object tensor) {
+  if (((Object*)tensor)[1] == api.parameter_type) { api.incref(tensor); return tensor; }  // never a view
   Object is_view = api.vectorcall(api.is_view, &tensor, 1, 0);
   if (!is_view) return 0;
   api.decref(is_view);

@@ -19,7 +19,7 @@ SCALE = 2.0
 
 def count_dynamo_calls(compiled):
     """A list that grows by one entry for every later call through TorchDynamo."""
-    run = (compiled.compiled if isinstance(compiled, nn.Module) else compiled)._run
+    run = (compiled.compiled if isinstance(compiled, nn.Module) else compiled).run
     if not isinstance(run, DirectCall):  # native; it holds the Python form's method
         _, values = run.__self__
         run = next(

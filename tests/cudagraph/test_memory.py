@@ -135,8 +135,75 @@ def test_training_step_keeps_saved_tensors_and_gradients_once(monkeypatch):
         for one in (forward, backward):
             calls = [call for state in one._states.values() for call in state.calls()]
             assert len(calls) == 1, str(one)
+        (saved,) = (call.kept_bytes for state in forward._states.values() for call in state.calls())
         gradients = sum(p.nbytes for p in original.parameters())
-        assert backward.memory.pool(0).on(CPU).kept_bytes <= 1.1 * gradients
+        assert backward.memory.pool(0) is forward.memory.pool(0)
+        assert backward.memory.pool(0).on(CPU).kept_bytes <= saved + 1.1 * gradients
+
+
+def make_training(zeroes_after_forward: bool = False):
+    """A model, its compiled form, and a step of both that compares gradients."""
+    torch.manual_seed(0)
+    eager = Net()
+    original = copy.deepcopy(eager)
+    compiled = fulgurite.compile(original, cudagraph=True)
+
+    def step(x, keeps_gradients: bool = False) -> None:
+        for model, module in ((eager, eager), (compiled, original)):
+            loss = model(x).square().mean()
+            if zeroes_after_forward:
+                module.zero_grad(set_to_none=True)
+            loss.backward()
+        for ours, theirs in zip(original.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        if not keeps_gradients and not zeroes_after_forward:
+            eager.zero_grad(set_to_none=True)
+            original.zero_grad(set_to_none=True)
+
+    return compiled, step
+
+
+def test_backward_uses_the_pools_of_forward_if_gradients_are_freed():
+    with use_fake_captures():
+        compiled, step = make_training()
+        x = torch.randn(4, 8)
+        for _ in range(12):
+            step(x)
+        forward, backward = find_graphed(compiled, "forward"), find_graphed(compiled, "backward")
+        assert forward.captures == backward.captures == 1
+        assert forward.replays >= 9 and backward.replays >= 7
+        assert backward.memory.pool(0) is forward.memory.pool(0)
+
+
+@pytest.mark.parametrize("zeroes_after_forward", [False, True])
+def test_backward_has_pools_of_its_own_if_gradients_are_held(zeroes_after_forward):
+    """Else gradients would block the next forward pass."""
+    with use_fake_captures():
+        compiled, step = make_training(zeroes_after_forward)
+        x = torch.randn(4, 8)
+        for k in range(24):
+            step(x, keeps_gradients=k % 4 != 3)
+        forward, backward = find_graphed(compiled, "forward"), find_graphed(compiled, "backward")
+        assert backward.memory.pool(0) is not forward.memory.pool(0)
+        assert forward.captures == 1 and forward.replays >= 20, str(forward)
+
+
+def test_gradients_that_are_held_later():
+    """The first captures share a pool; the next ones of backward have another."""
+    with use_fake_captures():
+        compiled, step = make_training()
+        x = torch.randn(4, 8)
+        for _ in range(12):
+            step(x)
+        for k in range(80):
+            step(x, keeps_gradients=k % 4 != 3)
+        forward, backward = find_graphed(compiled, "forward"), find_graphed(compiled, "backward")
+        assert backward.memory.pool(0) is not forward.memory.pool(0)
+        assert forward.captures <= 3 and backward.captures <= 5, (str(forward), str(backward))
+        before = forward.replays, backward.replays
+        for k in range(8):
+            step(x, keeps_gradients=k % 4 != 3)
+        assert (forward.replays, backward.replays) == (before[0] + 8, before[1] + 8)
 
 
 def test_captures_of_sizes_that_are_not_used_are_freed():

@@ -25,11 +25,16 @@ pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="no hos
 CPU = torch.device("cpu")
 
 
-def make(run: Callable[..., Any], *modes: str, mutated: tuple[int, ...] = ()) -> GraphedFunction:
+def make(
+    run: Callable[..., Any],
+    *modes: str,
+    mutated: tuple[int, ...] = (),
+    dynamic: tuple[int, ...] = (),
+) -> GraphedFunction:
     def boxed(inputs: list[Any]) -> list[Any]:
         return list(run(*inputs))
 
-    interface = GraphInterface(modes, CPU, mutated)  # type: ignore[arg-type]
+    interface = GraphInterface(modes, CPU, mutated, dynamic)  # type: ignore[arg-type]
     return GraphedFunction(
         "graph_0", boxed, interface, CaptureMemory(make_fake_backend()), forced=True
     )
@@ -120,6 +125,30 @@ def test_a_replay_runs_no_python_of_ours() -> None:
     assert "_find_and_run" in find_python_frames(lambda: run([x.clone(), w]))
 
 
+def test_sizes_that_change_are_replayed_natively() -> None:
+    graphed = make(lambda n, x: [x[: n - 1] * n], "copied", dynamic=(0, 1))
+    run = graphed.make_callable()
+    inputs = [(n, torch.randn(size)) for n, size in [(3, 4), (3, 6), (5, 6)]]
+    inputs.append((3, torch.randn(2, 6)[:, 0].expand(2)))
+    inputs.append((3, torch.randn(12)[::2]))  # the sizes of another, and other strides
+    for _ in range(8):
+        for n, x in inputs:
+            torch.testing.assert_close(run([n, x])[0], x[: n - 1] * n, rtol=0, atol=0)
+    assert graphed.captures == len(inputs) and graphed.replays == 6 * len(inputs)
+    slow: set[str] = set()
+    for n, x in inputs:
+        slow |= find_python_frames(lambda n=n, x=x: run([n, x]))  # type: ignore[misc]
+    assert "_find_and_run" not in slow
+
+
+@pytest.mark.parametrize("value", [2.5, True, 1 << 70, None])
+def test_inputs_that_native_code_can_not_compare(value: Any) -> None:
+    graphed, x = make(lambda v, x: [x + 1], "copied", dynamic=(0,)), torch.zeros(2)
+    for _ in range(6):
+        assert graphed([value, x])[0].tolist() == [1.0, 1.0]
+    assert graphed.replays == 4
+
+
 @pytest.mark.usefixtures("null_replays")
 def test_a_training_step_runs_no_python_of_ours_but_the_entry() -> None:
     def program(x: Tensor, weight: Tensor) -> Tensor:
@@ -138,6 +167,82 @@ def test_a_training_step_runs_no_python_of_ours_but_the_entry() -> None:
             del found  # else the next step finds them held
         assert find_python_frames(step) <= {"__call__", "is_capturing", "program"}
     assert compiled.session.compiled_graph(-1, "backward").graphed.replays > 3
+
+
+def make_captured_step() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, Tensor]]:
+    """A program and its compiled form, whose forward and backward are replayed. Inside `use_fake_captures`."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sin(x @ weight) * x
+
+    compiled = fulgurite.compile(program, cudagraph=True)
+    x, weight = torch.randn(4, 4).requires_grad_(), torch.randn(4, 4).requires_grad_()
+    for _ in range(10):
+        gradients = torch.autograd.grad(compiled(x, weight).sum(), (x, weight))
+        del gradients
+    return program, compiled, (x, weight)
+
+
+def count_replays(compiled: Any) -> int:
+    return sum(
+        compiled.session.compiled_graph(-1, k).graphed.replays for k in ("forward", "backward")
+    )
+
+
+def test_backward_of_a_captured_step_runs_twice() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        before = count_replays(compiled)
+        out = compiled(*inputs).sum()
+        first = [g.clone() for g in torch.autograd.grad(out, inputs, retain_graph=True)]
+        second = torch.autograd.grad(out, inputs)
+        assert count_replays(compiled) == before + 3
+        for expected, one, two in zip(
+            torch.autograd.grad(program(*inputs).sum(), inputs), first, second, strict=True
+        ):
+            torch.testing.assert_close(one, expected)
+            torch.testing.assert_close(two, expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, inputs)
+
+
+def test_an_input_that_was_modified_in_place_is_an_error() -> None:
+    with use_fake_captures():
+        _, compiled, inputs = make_captured_step()
+        out = compiled(*inputs).sum()
+        with torch.no_grad():
+            inputs[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, inputs)
+
+
+def test_hooks_of_tensors_and_nodes_see_gradients_of_a_captured_step() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        found: dict[str, list[Tensor]] = {}
+        for name, function in (("eager", program), ("compiled", compiled)):
+            seen = found.setdefault(name, [])
+            out = function(*inputs)
+            out.register_hook(lambda g, seen=seen: seen.append(g.clone()) or g * 2)
+            handle = inputs[0].register_hook(lambda g, seen=seen: seen.append(g.clone()))
+            out.sum().backward()
+            handle.remove()
+            seen += [tensor.grad.clone() for tensor in inputs if tensor.grad is not None]
+            for tensor in inputs:
+                tensor.grad = None
+        for expected, value in zip(found["eager"], found["compiled"], strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+def test_double_backward_of_a_captured_step() -> None:
+    with use_fake_captures():
+        program, compiled, inputs = make_captured_step()
+        results = []
+        for function in (program, compiled):
+            (gradient,) = torch.autograd.grad(function(*inputs).sum(), inputs[0], create_graph=True)
+            results.append(torch.autograd.grad(gradient.square().sum(), inputs))
+        for expected, value in zip(*results, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_held_results_are_not_overwritten_and_released_ones_are_reused() -> None:
@@ -173,12 +278,12 @@ def test_an_error_of_a_replay_is_raised_and_releases_the_lock(
     (call,) = state.calls()
     working = call._replay
     call._replay, call.plan = fail, None
-    call.plan = call.make_plan(1)
+    call.plan = call.make_plan([x])
     with pytest.raises(KeyboardInterrupt):
         run([x])
     assert not graphed.memory.lock.locked()
     call._replay = working
-    call.plan = call.make_plan(1)
+    call.plan = call.make_plan([x])
     before = graphed.replays
     assert run([x])[0].tolist() == [1.0, 1.0] and graphed.replays == before + 1
 
