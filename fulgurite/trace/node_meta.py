@@ -233,6 +233,12 @@ def mark_must_recompute(node: fx.Node, *, keep_checkpoint: bool = False) -> None
         node.meta["ac_graph_id"] = 0
 
 
+def mark_must_save(node: fx.Node) -> None:
+    """Let forward save the node if backward reads it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
 def is_saved_for_backward(node: fx.Node) -> bool:
     """Whether an input of backward is a tensor that forward saved for it and gave to nobody else."""
     return bool(node.meta.get("saved_for_backward"))

@@ -5,6 +5,9 @@ In: the joint graph of forward and backward from AOTAutograd. Out: the two graph
     none     save everything that backward reads; recompute nothing
     mincut   torch's min-cut partitioner: recompute cheap ops to save the fewest bytes
     full     save the inputs only; backward runs forward again (checkpointing of the whole graph)
+
+Values that are compared for equality are never recomputed: `amax` gives its gradient to the elements that
+equal the result, and a recomputed one may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._guards import TracingContext, tracing
 
 from fulgurite.kernels.quantize.ops import quantize_op
-from fulgurite.trace.cost import value_bytes, view_base
+from fulgurite.trace.cost import is_view, value_bytes, view_base
 from fulgurite.trace.metadata import find_fake_mode
 from fulgurite.trace.mutations import mutated_inputs
 from fulgurite.trace.node_meta import (
     fake_value,
     is_in_backward,
     mark_must_recompute,
+    mark_must_save,
     set_fake_value,
     set_saved_for_backward,
 )
@@ -43,6 +47,7 @@ aten = torch.ops.aten
 Remat = Literal["none", "mincut", "full"]
 REMAT_POLICIES = get_args(Remat)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+UNROUNDED = (aten.abs.default, aten.neg.default, aten.clone.default, aten.detach.default)
 
 
 def make_partitioner(policy: Remat) -> Partition:
@@ -59,6 +64,8 @@ def make_partitioner(policy: Remat) -> Partition:
             recompute_log_softmax_in_backward(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
+        if policy != "none":
+            _save_compared_values(joint.graph)
         forward, backward = _split_joint_graph(policy, joint, inputs, options)
         _clone_overwritten_inputs(forward, options["num_fwd_outputs"])
         _mark_saved_tensors(forward, backward, options["num_fwd_outputs"])
@@ -92,6 +99,26 @@ def _recompute_casts(graph: fx.Graph) -> None:
             continue
         if is_in_backward(cast):
             mark_must_recompute(node, keep_checkpoint=True)
+
+
+def _save_compared_values(graph: fx.Graph) -> None:
+    """Save the values of forward that are compared for equality, not only their maximum."""
+    for target in (aten.eq.Tensor, aten.ne.Tensor):
+        for comparison in graph.find_nodes(op="call_function", target=target):
+            for operand in comparison.all_input_nodes:
+                if fake_value(operand).is_floating_point():
+                    source = _find_rounded_value(operand)
+                    # one of several results is saved as it is: torch recomputes no such operator
+                    is_single = source.op == "call_function" and source.target is not operator.getitem
+                    if is_single and not is_in_backward(source):
+                        mark_must_save(source)
+
+
+def _find_rounded_value(node: fx.Node) -> fx.Node:
+    """The operator whose result a value is, by operators that don't round."""
+    while node.target is not operator.getitem and (is_view(node) or node.target in UNROUNDED):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _drop_running_statistics(graph: fx.Graph) -> None:
