@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
@@ -38,6 +38,7 @@ from fulgurite.trace.node_meta import example_value, graph_argument
 from fulgurite.transforms.remat import Partition
 
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
+OPAQUE_INPUTS = "inputs in oneDNN's layout (to_mkldnn), whose memory can't be read; call to_dense before"
 
 
 def run_aot_autograd(
@@ -59,7 +60,9 @@ def run_aot_autograd(
     report          is told why calls run as captured
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
-
+    if any(isinstance(value, Tensor) and value.layout is torch._mkldnn for value in inputs):
+        report(OPAQUE_INPUTS)
+        return captured
     functional: list[fx.GraphModule] = []  # the joint graph, or that of inference
     unwrapped: list[RunnableGraph] = []
     # autocast is part of the graph: the runtime wrapper disables it around the call
