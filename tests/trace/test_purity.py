@@ -31,3 +31,16 @@ def test_sums_of_sizes_that_nothing_reads_are_dropped():
         x = torch.randn(shape)
         torch.testing.assert_close(compiled(x), function(x))
     assert "sym_sum" in str(compiled.history[1]) and "sym_sum" not in str(compiled.last_trace())
+
+
+def test_sizes_that_a_decomposition_does_not_read_are_dropped():
+    """`alpha` is 1 at capture, which a guard holds: the decomposition has no product."""
+
+    def function(x, k):
+        return x.sub(x * 3, alpha=k + 1)
+
+    compiled = fulgurite.compile(function, dynamic=True)
+    x = torch.arange(6)
+    for k in (0, 0, 2, -1):
+        assert torch.equal(compiled(x, k), function(x, k))
+        assert all(n.users or not is_pure(n) for n in compiled.last_trace().graph.nodes)
