@@ -26,6 +26,7 @@ from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
 from fulgurite.capture.strided_inputs import guard_strided_inputs
+from fulgurite.capture.subclass_views import describe_lost_views
 from fulgurite.capture.subclasses import specialize_subclass_contexts
 from fulgurite.capture.training import (
     BoxedFunction,
@@ -60,8 +61,10 @@ def run_aot_autograd(
     report          is told why calls run as captured
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
-    if any(isinstance(value, Tensor) and value.layout is torch._mkldnn for value in inputs):
-        report(OPAQUE_INPUTS)
+    is_opaque = any(isinstance(x, Tensor) and x.layout is torch._mkldnn for x in inputs)
+    reason = OPAQUE_INPUTS if is_opaque else describe_lost_views(module)
+    if reason is not None:
+        report(reason)
         return captured
     functional: list[fx.GraphModule] = []  # the joint graph, or that of inference
     unwrapped: list[RunnableGraph] = []
