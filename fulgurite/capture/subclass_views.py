@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fulgurite.trace.node_meta import example_value
 
-LOST_VIEWS = "it returns views of {name}s, which have no as_strided; return clones of them"
+LOST_VIEWS = "it returns views of {name}s, which have no as_strided"
 
 
 def describe_lost_views(module: fx.GraphModule) -> str | None:
