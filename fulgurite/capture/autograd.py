@@ -39,7 +39,9 @@ from fulgurite.trace.node_meta import example_value, graph_argument
 from fulgurite.transforms.remat import Partition
 
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
-OPAQUE_INPUTS = "inputs in oneDNN's layout (to_mkldnn), whose memory can't be read; call to_dense before"
+OPAQUE_INPUTS = (
+    "inputs in oneDNN's layout (to_mkldnn), whose memory can't be read; call to_dense before"
+)
 
 
 def run_aot_autograd(

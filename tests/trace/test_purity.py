@@ -15,7 +15,14 @@ from fulgurite.trace.purity import is_pure
 def test_functions_of_sizes_are_pure():
     graph = torch.fx.Graph()
     sizes = [graph.placeholder(name) for name in "ab"]
-    for function in (torch.sym_sum, torch.sym_max, torch.sym_not, torch._sym_sqrt, operator.abs, math.floor):
+    for function in (
+        torch.sym_sum,
+        torch.sym_max,
+        torch.sym_not,
+        torch._sym_sqrt,
+        operator.abs,
+        math.floor,
+    ):
         assert is_pure(graph.call_function(function, (sizes,))), function
 
 

@@ -213,7 +213,7 @@ def repeat(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 WIDENED_QUOTIENTS = {
-    "masked": (lambda x: (((x & 0xFFFFFF) // 3).long() - x), (900,)),
+    "masked": (lambda x: ((x & 0xFFFFFF) // 3).long() - x, (900,)),
     "truncated": (lambda x: torch.div(x & 0xFFFFFF, 3, rounding_mode="trunc").long() - x, (900,)),
     "positions": (lambda x: (repeat(70000, torch.int64) - x).amax(-1), (4, 210000)),
     "32-bit positions": (
