@@ -91,7 +91,8 @@ def warn_of_captured_calls(name: str, reason: str) -> None:
     warnings.warn(
         f"{name} was not compiled for the memory layout of these inputs: {reason}\n"
         f"  runs instead   {CAPTURED_OPS}\n"
-        "  next           results are right, speed may be lower; pass clones of the inputs to run compiled",
+        "  next           results are right, speed may be lower; pass clones of the inputs, or return "
+        "clones of views, to run compiled",
         FallbackWarning,
         stacklevel=2,
     )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fulgurite
-from fulgurite.errors import GraphBreakError
+from fulgurite.errors import FallbackWarning, GraphBreakError
 from fulgurite.models import tiny
 
 
@@ -479,5 +479,17 @@ def test_dtensors(tmp_path):
         f(x, w).backward()
         assert isinstance(ours, DTensor) and isinstance(grad, DTensor)
         torch.testing.assert_close(grad.full_tensor(), x.grad.full_tensor())
+
+        def views(x):
+            return x * 2, x.t(), x[1:]
+
+        for given in (x, x.detach()):
+            compiled = fulgurite.compile(views)
+            with pytest.warns(FallbackWarning, match="views of DTensors"):
+                results = compiled(given)
+            for found, expected in zip(results, views(given), strict=True):
+                assert torch.equal(found.full_tensor(), expected.full_tensor())
+                assert found.placements == expected.placements
+            assert results[1].to_local().data_ptr() == given.to_local().data_ptr()
     finally:
         dist.destroy_process_group()

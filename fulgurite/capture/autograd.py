@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
@@ -26,6 +26,7 @@ from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
 from fulgurite.capture.strided_inputs import guard_strided_inputs
+from fulgurite.capture.subclass_views import describe_lost_views
 from fulgurite.capture.subclasses import specialize_subclass_contexts
 from fulgurite.capture.training import (
     BoxedFunction,
@@ -38,6 +39,9 @@ from fulgurite.trace.node_meta import example_value, graph_argument
 from fulgurite.transforms.remat import Partition
 
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
+OPAQUE_INPUTS = (
+    "inputs in oneDNN's layout (to_mkldnn), whose memory can't be read; call to_dense before"
+)
 
 
 def run_aot_autograd(
@@ -59,7 +63,11 @@ def run_aot_autograd(
     report          is told why calls run as captured
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
-
+    is_opaque = any(isinstance(x, Tensor) and x.layout is torch._mkldnn for x in inputs)
+    reason = OPAQUE_INPUTS if is_opaque else describe_lost_views(module)
+    if reason is not None:
+        report(reason)
+        return captured
     functional: list[fx.GraphModule] = []  # the joint graph, or that of inference
     unwrapped: list[RunnableGraph] = []
     # autocast is part of the graph: the runtime wrapper disables it around the call

@@ -85,6 +85,7 @@ def collect_breaks(
     def call(*args: Any, **kwargs: Any) -> Any:
         outer, _break_sink.breaks = _break_sink.breaks, breaks
         outer_fullgraph, capture.fullgraph = capture.fullgraph, fullgraph
+        was_active, capture.is_active = capture.is_active, True
         try:
             return captured(*args, **kwargs)
         except exc.TorchRuntimeError as error:
@@ -93,7 +94,7 @@ def collect_breaks(
             raise_translated(error)
         finally:
             _break_sink.breaks = outer
-            capture.fullgraph = outer_fullgraph
+            capture.fullgraph, capture.is_active = outer_fullgraph, was_active
 
     return call
 

@@ -6,6 +6,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
   `fullgraph=True` the failed capture is an error. `program_errors.py` has what concerns errors of the program
   itself, `python_numbers.py` the arithmetic of symbols, `matmul_rules.py` the rules of grouped matmuls.
+- A function on which TorchDynamo itself fails (an internal error) runs in eager mode, and the functions that it
+  calls are captured. With `FULGURITE_STRICT=1` and `fullgraph=True` it is an error.
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
@@ -43,7 +45,7 @@ import torch._prims_common
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
-from torch._dynamo import exc, symbolic_convert, utils
+from torch._dynamo import convert_frame, exc, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -62,7 +64,12 @@ from fulgurite.capture.mixed_norms import (
     keep_dtype_of_input,
     save_float32_statistics,
 )
-from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
+from fulgurite.capture.program_errors import (
+    breaks_at_failed_op,
+    check_node,
+    mark_assert,
+    skips_failed_functions,
+)
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
 from fulgurite.transforms.vector_norm import vector_norm
@@ -91,6 +98,7 @@ def install() -> None:
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
     _replace(utils, "run_node", check_node)
+    _replace(convert_frame, "InternalTorchDynamoError", _skip_failed_function)
     _replace(builder, "set_example_value", _break_at_unbound_sizes)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
@@ -297,6 +305,25 @@ def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoRe
             raise
 
     return raise_for_failed_op
+
+
+def _skip_failed_function(original: type[Exception]) -> Callable[[str], Exception]:
+    """TorchDynamo raises what this returns. After `Unsupported` it runs the function in eager mode."""
+
+    def make_error(text: str) -> Exception:
+        if not skips_failed_functions():
+            return original(text)
+        LOG.warning("capture failed, eager mode runs the function: %s", text)
+        warnings.warn(
+            f"a function could not be captured: {text}\n"
+            "  runs instead   the function itself, in eager mode\n"
+            "  next           this is a failure of TorchDynamo; FULGURITE_STRICT=1 raises the error",
+            FallbackWarning,
+            stacklevel=2,
+        )
+        return exc.Unsupported(text)
+
+    return make_error
 
 
 def _contains(original: Callable[..., Any]) -> Callable[..., Any]:

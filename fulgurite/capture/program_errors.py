@@ -41,8 +41,9 @@ HINT = "Write to a clone() of the tensor."
 
 
 class _Capture(threading.local):
-    """Whether this thread's capture must be one graph."""
+    """Whether this thread captures for us, and whether its capture must be one graph."""
 
+    is_active = False
     fullgraph = False
 
 
@@ -55,6 +56,11 @@ def breaks_at_failed_op() -> bool:
     if capture.fullgraph:
         return False
     return not settings().strict or _is_caught(_current_translator())
+
+
+def skips_failed_functions() -> bool:
+    """Whether a function that TorchDynamo can't capture, for an error of its own, runs in eager mode."""
+    return capture.is_active and not capture.fullgraph and not settings().strict
 
 
 def _current_translator() -> Any:

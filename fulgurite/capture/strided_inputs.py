@@ -11,6 +11,9 @@ offsets. Two things depend on them:
 - A mutated input. Functionalization replaces it by a new tensor with a dense storage of its own. Addresses
   in both are the same only if the input starts at offset 0, is dense and fills its storage.
   `a.add_(1); a.as_strided((2,), (1,), 0)` reads something else if `a` is a slice.
+
+A write to a part of a view whose elements share memory runs as captured for all inputs: functionalization
+would write the whole view back.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from torch._guards import TracingContext
 
 from fulgurite.capture.input_aliasing import Report, has_address
 from fulgurite.trace.cost import is_view, size_hint
+from fulgurite.trace.node_meta import fake_value
 
+SCATTER = torch.ops.aten.as_strided_scatter.default
 AS_STRIDED = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.as_strided_scatter.default,
+    SCATTER,
 )
 MUTATED_SLICE = "as_strided reads or writes the storage of a mutated input that is a view"
 OTHER_OFFSETS = "as_strided, and inputs that lie elsewhere in their storages than at capture"
+OVERLAPPING_WRITE = "a write to a part of an as_strided view whose elements share memory"
 
 
 def guard_strided_inputs(
@@ -43,6 +49,9 @@ def guard_strided_inputs(
     report: Report,
 ) -> Callable[..., Any]:
     """`run` for inputs that lie in their storages as these do, `captured` for other inputs."""
+    if any(map(_overlaps, graph.graph.find_nodes(op="call_function", target=SCATTER))):
+        report(OVERLAPPING_WRITE)
+        return captured
     calls = _find_as_strided(graph)
     if not calls:
         return run
@@ -73,11 +82,23 @@ def _find_as_strided(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for nodes in found for node in nodes]
 
 
+def _overlaps(scatter: fx.Node) -> bool:
+    """Whether elements of the view may share memory. A write to one of them leaves old values in others,
+    and which of them the base gets would depend on the order."""
+    sizes, strides = fx.node.map_arg(scatter.args[2:4], fake_value)
+    end = 0  # distance between the first and the last element of the dimensions so far
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride <= end:  # with symbols: a guard
+            return True
+        end += (size - 1) * stride if size > 1 else 0
+    return False
+
+
 def _viewed_positions(calls: Sequence[fx.Node]) -> Iterator[int]:
     """The inputs in whose storages the calls start at an offset that they are given."""
     for node in calls:
         source = node.args[0]
-        first = 4 if node.target is torch.ops.aten.as_strided_scatter.default else 3
+        first = 4 if node.target is SCATTER else 3
         has_offset = len(node.args) > first and node.args[first] is not None
         while isinstance(source, fx.Node) and is_view(source) and source.op != "placeholder":
             has_offset = has_offset and source.target not in AS_STRIDED

@@ -35,6 +35,7 @@ from fulgurite.trace.node_meta import (
     is_claimed,
     set_executor,
 )
+from fulgurite.trace.purity import is_pure
 from fulgurite.trace.signature import call_signature
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.decompose import decompose, inline_decomposition
@@ -66,6 +67,9 @@ def claim(
                 )
             except Exception as error:  # see executors/fallback.py
                 _claim_with_torch(node, error, report)
+    for node in reversed(module.graph.nodes):  # sizes that a decomposition does not read
+        if not node.users and is_pure(node):
+            module.graph.erase_node(node)
     composites: dict[CompositeOp, None] = {}
     for node in module.graph.nodes:
         composite = composite_of(node)

@@ -20,7 +20,7 @@ from fulgurite.trace.node_meta import fake_value
 OTHER_OPS = frozenset(
     {"argmax", "argmin", "median", "nanmedian", "var", "std", "var_mean", "std_mean", "_softmax",
      "_log_softmax", "sort", "logcumsumexp", "cumsum", "cumprod", "cummax", "cummin", "rand_like",
-     "randn_like", "bernoulli", "normal", "uniform", "complex", "polar"}
+     "randn_like", "bernoulli", "normal", "uniform", "complex", "polar", "bucketize", "isin"}
 )  # fmt: skip
 PLACEMENT = ("device", "layout", "pin_memory")
 # CPU kernels of some ops lack these dtypes, and CUDA kernels have them

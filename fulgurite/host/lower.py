@@ -259,6 +259,8 @@ class _Lowering:
         return raise_error
 
     def _write_size(self, node: fx.Node, writer: StepWriter) -> None:
+        if node not in self.slots:
+            raise Unsupported(f"{node}, which nothing reads")
         writer.add(Op.SET_INTEGER, [self.slots[node], self._operand(node, writer)])
 
     def _write_views(self, step: Step, op: Any, writer: StepWriter) -> None:

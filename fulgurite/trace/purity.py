@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental import sym_node
 
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.mutations import is_input_mutation, mutated_inputs
 from fulgurite.trace.node_meta import aten_op, has_side_effect
 
+# functions of tuples, and of sizes and other numbers
 _PURE_FUNCTIONS = {
-    *(operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv),
-    *(operator.floordiv, operator.mod, operator.pow, operator.neg, operator.pos),
-    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-    *(operator.and_, operator.or_, operator.not_),
-    *(torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite),
+    *(operator.getitem, operator.not_, torch.sym_int, torch.sym_sum),
+    *sym_node.METHOD_TO_OPERATOR.values(),
 }
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import fulgurite
 from fulgurite.capture import autograd
+from fulgurite.errors import FallbackWarning
 
 
 def mutate(a, s, v):
@@ -127,3 +128,12 @@ def test_an_input_that_gets_other_memory():
     for _ in range(2):
         assert torch.equal(compiled(ours), f(eager))
         assert torch.equal(ours, eager)
+
+
+def test_inputs_in_a_layout_without_memory_run_as_captured():
+    """AOTAutograd traces them as plain tensors, and drops the `to_dense`."""
+    compiled = fulgurite.compile(lambda x: x.to_dense() + 1)
+    x = torch.randn(3, 3)
+    with pytest.warns(FallbackWarning, match="to_mkldnn"):
+        assert torch.equal(compiled(x.to_mkldnn()), x + 1)
+    assert autograd.OPAQUE_INPUTS in str(compiled.explain())

@@ -326,3 +326,51 @@ def test_gradient_of_affine_grids_of_symbolic_sizes(dims: int, align_corners: bo
             torch.autograd.grad(f(theta, x).square().sum(), theta)[0] for f in (compiled, grid)
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def fail_in_capture(x):
+    return torch.special.sinc(x) + 1
+
+
+def call_both(x):
+    x.add_(1)
+    return fail_in_capture(x), x.sin()
+
+
+@pytest.fixture
+def failing_dynamo(monkeypatch):
+    """TorchDynamo fails on one op with an error of its own."""
+    owner = torch._dynamo.variables.torch.TorchInGraphFunctionVariable
+    call_function = owner.call_function
+
+    def fail(variable, *args, **kwargs):
+        if variable.value is torch.special.sinc:
+            raise KeyError("a defect of TorchDynamo")
+        return call_function(variable, *args, **kwargs)
+
+    monkeypatch.setattr(owner, "call_function", fail)
+
+
+def test_a_function_on_which_dynamo_fails_runs_in_eager_mode(failing_dynamo, monkeypatch):
+    monkeypatch.delenv("FULGURITE_STRICT")
+    compiled = fulgurite.compile(call_both)
+    x, y = torch.randn(5), torch.randn(5)
+    with pytest.warns(FallbackWarning, match="a defect of TorchDynamo"):
+        for given in (x, y):
+            ours = given.clone()
+            torch.testing.assert_close(compiled(ours), call_both(given))
+            assert torch.equal(ours, given)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_failures_of_dynamo_are_raised(failing_dynamo, monkeypatch, fullgraph):
+    if fullgraph:
+        monkeypatch.delenv("FULGURITE_STRICT")
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="a defect"):
+        fulgurite.compile(call_both, fullgraph=fullgraph)(torch.randn(5))
+
+
+def test_other_backends_raise_failures_of_dynamo(failing_dynamo, monkeypatch):
+    monkeypatch.delenv("FULGURITE_STRICT")
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="a defect"):
+        torch.compile(call_both, backend="eager")(torch.randn(5))

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 import fulgurite
-from fulgurite.capture.strided_inputs import MUTATED_SLICE, OTHER_OFFSETS, fills_storage
+from fulgurite.capture.strided_inputs import (
+    MUTATED_SLICE,
+    OTHER_OFFSETS,
+    OVERLAPPING_WRITE,
+    fills_storage,
+)
 from fulgurite.errors import FallbackWarning
 
 
@@ -116,3 +121,36 @@ def test_fills_storage():
     memory = torch.zeros(24)
     assert all(map(fills_storage, (memory, memory.view(4, 6).t(), torch.zeros(()))))
     assert not any(map(fills_storage, (memory[2:], memory[::2], memory[:12], memory.expand(2, 24))))
+
+
+def write_shared_elements(a, count):
+    """Windows of two elements share all but the first and the last."""
+    t = a.as_strided((count, 2), (1, 1), 1)
+    t[:, -1:].view(-1)[...] = 1
+    return t
+
+
+def write_rows(a, count):
+    t = a.as_strided((count, 2), (2, 1), 1)
+    t[:, -1:].view(-1)[...] = 1
+    return t
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_writes_to_views_whose_elements_share_memory(dynamic):
+    compiled = fulgurite.compile(write_shared_elements, dynamic=dynamic)
+    with pytest.warns(FallbackWarning, match=OVERLAPPING_WRITE):
+        for count in (2, 2, 4):
+            a, b = torch.arange(12.0), torch.arange(12.0)
+            result, expected = compiled(a, count), write_shared_elements(b, count)
+            assert torch.equal(result, expected) and torch.equal(a, b)
+    assert OVERLAPPING_WRITE in str(compiled.explain())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_writes_to_views_whose_elements_share_no_memory_are_compiled(dynamic):
+    compiled = fulgurite.compile(write_rows, dynamic=dynamic)
+    for count in (2, 2, 4):
+        a, b = torch.arange(12.0), torch.arange(12.0)
+        assert torch.equal(compiled(a, count), write_rows(b, count)) and torch.equal(a, b)
+    assert not any(graph.captured_calls for graph in compiled.graphs)

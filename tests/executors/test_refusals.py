@@ -63,3 +63,13 @@ def test_kernels_are_asked_once_for_each_combination_of_dtypes(monkeypatch):
     f(FLOATS, FLOATS)
     assert torch.equal(f(FLOATS, FLOATS), first), "asking must not draw random numbers"
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.bucketize, torch.isin, lambda x, sequence: torch.searchsorted(sequence, x)],
+    ids=["bucketize", "isin", "searchsorted"],
+)
+def test_kernels_that_refuse_dtypes_accept_no_elements(function):
+    x, sequence = torch.zeros(0, 2).to(torch.float8_e5m2), torch.zeros(0)
+    assert torch.equal(fulgurite.compile(function)(x, sequence), function(x, sequence))

@@ -103,23 +103,34 @@ def complex_exp(a: ComplexPair) -> ComplexPair:
         (apply("eq", modulus, zero), apply("eq", a.real, constant_like(-math.inf, modulus))),
         torch.bool,
     )
-    return complex_where(
-        is_zero,
-        ComplexPair(zero, zero),
-        ComplexPair(_fix_infinite_real(modulus, a, result), result.imaginary),
-    )
-
-
-def _fix_infinite_real(modulus: Expression, a: ComplexPair, result: ComplexPair) -> Expression:
-    """Makes the real part of e^(inf + iy) infinite for every y."""
     is_infinite = apply("eq", a.real, constant_like(math.inf, modulus))
-    is_nan = apply("ne", result.real, result.real)
-    needs_fix = Operation("and", (is_infinite, is_nan), torch.bool)
-    return where(needs_fix, modulus, result.real)
+    real = _fix_nan(result.real, is_infinite, modulus)  # for every imaginary part
+    return complex_where(is_zero, ComplexPair(zero, zero), ComplexPair(real, result.imaginary))
 
 
 def complex_log(a: ComplexPair) -> ComplexPair:
-    return ComplexPair(apply("log", complex_abs(a)), complex_angle(a))
+    """Computes log |z| + i angle(z). Near |z| = 1, log |z| is log1p(|z|^2 - 1) / 2.
+
+    With m and n, the larger and the smaller part, |z|^2 - 1 is (m - 1) (m + 1) + n^2.
+    """
+    one, half = constant_like(1, a.real), constant_like(0.5, a.real)
+    parts = apply("abs", a.real), apply("abs", a.imaginary)
+    m, n = apply("maximum", *parts), apply("minimum", *parts)
+    excess = add(mul(sub(m, one), add(m, one)), mul(n, n))
+    modulus = complex_abs(a)
+    is_near = apply("lt", apply("abs", sub(modulus, one)), half)
+    real = where(is_near, mul(half, apply("log1p", excess)), apply("log", modulus))
+    return ComplexPair(real, complex_angle(a))
+
+
+def make_logarithm(base: float) -> Callable[[ComplexPair], ComplexPair]:
+    """Both parts are scaled by themselves: an infinite real part leaves the angle finite."""
+
+    def formula(a: ComplexPair) -> ComplexPair:
+        scale, b = constant_like(1 / math.log(base), a.real), complex_log(a)
+        return ComplexPair(mul(scale, b.real), mul(scale, b.imaginary))
+
+    return formula
 
 
 def complex_sqrt(a: ComplexPair) -> ComplexPair:
@@ -143,22 +154,44 @@ def make_sinh_cosh(sine: bool) -> Callable[[ComplexPair], ComplexPair]:
     first, second = ("sinh", "cosh") if sine else ("cosh", "sinh")
 
     def formula(a: ComplexPair) -> ComplexPair:
-        real = mul(apply(first, a.real), apply("cos", a.imaginary))
-        return ComplexPair(real, mul(apply(second, a.real), apply("sin", a.imaginary)))
+        x, y = a
+        real = mul(apply(first, x), apply("cos", y))
+        imaginary = mul(apply(second, x), apply("sin", y))
+        real = _fix_nan(real, _is_inf(x), apply("abs", x))
+        zero = y if sine else mul(y, apply("copysign", constant_like(1, x), x))
+        imaginary = _fix_nan(imaginary, _is_zero(y), zero)
+        if sine:
+            return ComplexPair(_fix_nan(real, _is_zero(x), x), imaginary)
+        return ComplexPair(real, _fix_nan(imaginary, _is_zero(x), x))
 
     return formula
 
 
 def complex_tanh(a: ComplexPair) -> ComplexPair:
-    """Computes tanh(x + iy) with t = tanh x and u = tan y.
+    """Computes tanh(x + iy) with t = tanh x, c = 1 / cosh x and u = tan y.
 
-    (t (1 + u^2) + i u (1 - t^2)) / (1 + t^2 u^2)
+    (t (1 + u^2) + i u c^2) / (1 + t^2 u^2). 1 - t^2 instead of c^2 would lose all digits of large x.
     """
-    one = constant_like(1, a.real)
-    t, u = apply("tanh", a.real), apply("tan", a.imaginary)
+    x, y = a
+    one = constant_like(1, x)
+    t, u = apply("tanh", x), apply("tan", y)
+    c = apply("reciprocal", apply("cosh", x))
     below = add(one, mul(mul(t, t), mul(u, u)))
     real = div(mul(t, add(one, mul(u, u))), below)
-    return ComplexPair(real, div(mul(u, sub(one, mul(t, t))), below))
+    imaginary = div(mul(u, mul(c, c)), below)
+    real = _fix_nan(_fix_nan(real, _is_zero(x), x), _is_inf(x), t)
+    imaginary = _fix_nan(imaginary, _is_zero(y), y)
+    return ComplexPair(real, _fix_nan(imaginary, _is_inf(x), constant_like(0, x)))
+
+
+def _fix_nan(value: Expression, condition: Expression, instead: Expression) -> Expression:
+    """Another value for a NaN, on a condition: C defines more values than formulas have."""
+    needs_fix = Operation("and", (condition, apply("ne", value, value)), torch.bool)
+    return where(needs_fix, instead, value)
+
+
+def _is_zero(a: Expression) -> Expression:
+    return apply("eq", a, constant_like(0, a))
 
 
 def make_trigonometric(
@@ -174,27 +207,35 @@ def make_trigonometric(
 
 
 def complex_pow(a: ComplexPair, b: ComplexPair) -> ComplexPair:
-    exponent = (
-        b.real.value
-        if isinstance(b.real, Constant) and b.imaginary == constant_like(0, b.real)
-        else None
-    )
-    if exponent == 1:
-        return a
-    if exponent == 2:
-        return complex_mul(a, a)
-    if exponent == 3:
-        return complex_mul(complex_mul(a, a), a)
-    if exponent == 0.5:
-        return complex_sqrt(a)
-    general = complex_exp(complex_mul(b, complex_log(a)))
-    is_zero = apply("eq", complex_abs(a), constant_like(0, a.real))
-    exponent_is_zero = apply("eq", complex_abs(b), constant_like(0, b.real))
-    at_zero = ComplexPair(
-        where(exponent_is_zero, constant_like(1, a.real), constant_like(0, a.real)),
-        constant_like(0, a.real),
-    )
-    return complex_where(is_zero, at_zero, general)
+    """a ** b as exp(b log a). That is also the rule for zeros and infinities: 0 ** -3 is inf + nan i.
+
+    Constant exponents for which torch has formulas of its own have those.
+    """
+    if isinstance(b.real, Constant) and b.imaginary == constant_like(0, b.real):
+        formula = _POWERS.get(b.real.value)
+        if formula is not None:
+            return formula(a)
+    return complex_exp(complex_mul(b, complex_log(a)))
+
+
+def _reciprocal(a: ComplexPair) -> ComplexPair:
+    return complex_div(complex_constant(1, a), a)
+
+
+def _square(a: ComplexPair) -> ComplexPair:
+    return complex_mul(a, a)
+
+
+_POWERS: dict[float, Callable[[ComplexPair], ComplexPair]] = {
+    0: lambda a: complex_constant(1, a),
+    1: lambda a: a,
+    2: _square,
+    3: lambda a: complex_mul(_square(a), a),
+    0.5: complex_sqrt,
+    -0.5: lambda a: _reciprocal(complex_sqrt(a)),
+    -1: _reciprocal,
+    -2: lambda a: _reciprocal(_square(a)),
+}
 
 
 def complex_sgn(a: ComplexPair) -> ComplexPair:
@@ -224,10 +265,6 @@ def _div(a: ComplexPair, b: ComplexPair, rounding_mode: str | None = None) -> Co
     if rounding_mode is not None:
         raise Unsupported("complex division with rounding_mode")
     return complex_div(a, b)
-
-
-def _reciprocal(a: ComplexPair) -> ComplexPair:
-    return complex_div(complex_constant(1, a), a)
 
 
 def _lerp(a: ComplexPair, b: ComplexPair, weight: ComplexPair) -> ComplexPair:
@@ -266,8 +303,8 @@ COMPLEX_FORMULAS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "_neg_view": (UNARY, complex_neg),
     "exp": (UNARY, complex_exp),
     "log": (UNARY, complex_log),
-    "log2": (UNARY, lambda a: complex_scale(complex_log(a), 1 / math.log(2))),
-    "log10": (UNARY, lambda a: complex_scale(complex_log(a), 1 / math.log(10))),
+    "log2": (UNARY, make_logarithm(2)),
+    "log10": (UNARY, make_logarithm(10)),
     "sqrt": (UNARY, complex_sqrt),
     "rsqrt": (UNARY, lambda a: _reciprocal(complex_sqrt(a))),
     "sinh": (UNARY, make_sinh_cosh(sine=True)),

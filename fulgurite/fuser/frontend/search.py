@@ -115,10 +115,11 @@ def lower_search(
 
 def _find_comparison_dtype(boundaries: Any, value: Any) -> torch.dtype:
     """Returns the dtype in which values are compared; only a number may have another one."""
-    from_boundaries = fake_value(boundaries)
-    if isinstance(value, Node) and isinstance(fake_value(value), torch.Tensor):
-        return torch.result_type(from_boundaries, fake_value(value))
-    return torch.result_type(from_boundaries, value)
+    sides = [fake_value(side) if isinstance(side, Node) else side for side in (boundaries, value)]
+    tensors = [side for side in sides if isinstance(side, torch.Tensor)]
+    if any(side.dtype.is_floating_point and side.dtype.itemsize == 1 for side in tensors):
+        raise Unsupported("a search of 8-bit floats")  # eager accepts them if there are none
+    return torch.result_type(*sides)
 
 
 def lower_searchsorted(

@@ -207,6 +207,44 @@ def test_quotients_have_64_bits() -> None:
     assert "mul.hi.s64" in ptx and "mul.hi.u32" not in ptx
 
 
+def repeat(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each number three times: a quotient of the position."""
+    return torch.arange(n, dtype=dtype).view(-1, 1).expand(n, 3).reshape(-1)
+
+
+WIDENED_QUOTIENTS = {
+    "masked": (lambda x: ((x & 0xFFFFFF) // 3).long() - x, (900,)),
+    "truncated": (lambda x: torch.div(x & 0xFFFFFF, 3, rounding_mode="trunc").long() - x, (900,)),
+    "positions": (lambda x: (repeat(70000, torch.int64) - x).amax(-1), (4, 210000)),
+    "32-bit positions": (
+        lambda x: (repeat(70000, torch.int32).long() - x.long()).amax(-1),
+        (4, 210000),
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", WIDENED_QUOTIENTS)
+@pytest.mark.parametrize("int64_index", [False, True])
+def test_32_bit_quotients_are_signed(name: str, int64_index: bool) -> None:
+    """ptxas subtracts from an extended unsigned quotient wrong: `mul.hi.u32`, `cvt.u64.u32`, `sub.s64`."""
+    function, size = WIDENED_QUOTIENTS[name]
+    (schedule, *_) = make_schedules(function, [torch.empty(size, dtype=torch.int32)])
+    ptx = compile_schedule(schedule, int64_index).asm["ptx"]
+    quotients = re.findall(r"mul\.hi\.u32\s+(%r\d+)", ptx)
+    extended = re.findall(r"cvt\.u64\.u32\s+%rd\d+, (%r\d+)", ptx)
+    assert "sub.s64" in ptx and not set(quotients) & set(extended)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDENED_QUOTIENTS)
+def test_differences_of_32_bit_quotients_on_a_gpu(name: str) -> None:
+    function, size = WIDENED_QUOTIENTS[name]
+    x = torch.randint(-5, 5, size, dtype=torch.int32, device="cuda")
+    with torch.device("cuda"):
+        torch.testing.assert_close(compile(function)(x), function(x))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [130, 7, 64])
 def test_differences_of_quotients_on_a_gpu(size: int) -> None:

@@ -184,6 +184,52 @@ def test_infinities_and_nan() -> None:
     )
 
 
+def check_against_cpu(function: Callable[..., Any], z: torch.Tensor, rtol: float) -> None:
+    """Compares parts of results with eager's on a CPU, which follows C, in float64.
+
+    C leaves the signs of some zeros open, and those of infinities beside a NaN.
+    """
+    with support.target_device():
+        lowered = support.lower_for_target(function, (support.to_target(z),))
+        found = as_tuple(lowered(support.to_target(z)))
+    for ours, expected in zip(found, as_tuple(function(wide(z))), strict=True):
+        ours, expected = parts(ours).cpu().double(), parts(expected)
+        is_open = expected.isnan().any(-1, keepdim=True)
+        ours, expected = (torch.where(is_open, x.abs(), x) for x in (ours, expected))
+        torch.testing.assert_close(ours, expected, rtol=rtol, atol=0, equal_nan=True)
+
+
+def test_hyperbolic_functions_of_infinities_and_nan() -> None:
+    odd = torch.tensor([0.0, -0.0, 1.0, -1.0, 700.0, INF, -INF, NAN], dtype=torch.float64)
+    z = torch.complex(odd[:, None].expand(8, 8).contiguous(), odd[None].expand(8, 8).contiguous())
+    functions = (torch.sinh, torch.cosh, torch.tanh, torch.sin, torch.cos, torch.tan)
+    check_against_cpu(lambda z: tuple(f(z) for f in (*functions, torch.log2, torch.log10)), z, 1e-6)
+
+
+def test_digits_of_small_parts() -> None:
+    """The imaginary part of tanh for large real parts, and the real part of log near 1."""
+    parts_ = torch.tensor([1e-4, -0.5, 1.5, 3.75, -8.0, 20.0])
+    z = torch.complex(
+        parts_[:, None].expand(6, 6).contiguous(), parts_[None].expand(6, 6).contiguous()
+    )
+    check_against_cpu(lambda z: (z.tanh(), z.tan()), z, 2e-5)
+    near_one = torch.tensor([1 + 1e-4j, 0.999 + 1e-4j, 1e-4 - 1.001j, -1 + 1e-3j, 1.2 + 0.1j])
+    check_against_cpu(lambda z: (z.log(), z.log2(), z.log10()), near_one, 1e-5)
+
+
+EXPONENTS = (-1, -2, -3, 0, 4, -0.5, 0.25, -1.5, 1j, 2 + 1j, -1 + 1j)
+
+
+def test_powers_of_zeros_and_infinities() -> None:
+    """0 ** -1 is infinite, and 0 ** 0 is 1 if the exponent is a number; z ** 0 was NaN at infinity."""
+    z = torch.tensor([0j, complex(-0.0, -0.0), complex(INF, 0), complex(0, INF), complex(NAN, 0)])
+    z = torch.cat([z, torch.tensor([complex(-INF, 1), 1 + 2j, complex(INF, INF)])])
+    check_against_cpu(lambda z: tuple(z**exponent for exponent in EXPONENTS), z, 1e-5)
+    if support.TARGET == "cpp":
+        tensors = [torch.full_like(z, exponent) for exponent in EXPONENTS]
+        check_complex(lambda z, *exponents: tuple(z**b for b in exponents), z, *tensors)
+
+
 def test_complex_half() -> None:
     """torch supports only views of the parts and casts on a CPU."""
     h = torch.randn(4, 3, 2).half()

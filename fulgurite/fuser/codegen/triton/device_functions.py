@@ -205,14 +205,19 @@ def to_e5m2(x):
 def hide_range(x):
     """x, as a value that the compiler knows no bounds of.
 
-    With bounds it divides small 64-bit numbers as 32-bit ones. ptxas (12.8, 12.9) compiles the difference of two
-    such quotients wrong: if the second is 0, the result is negative.
+    It divides a number that is not negative, and small if it has 64 bits, as an unsigned 32-bit one. ptxas (12.8,
+    12.9) compiles a 64-bit difference whose first operand is such a quotient wrong: it is 2**32 too small if the
+    lower half of the second operand is 0.
     """
-    if INTERPRETED or x.dtype.primitive_bitwidth != 64:
+    if INTERPRETED or x.dtype.primitive_bitwidth < 32:
         result = x
-    else:
+    elif x.dtype.primitive_bitwidth == 64:
         result = tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=True, pack=1
+        )
+    else:
+        result = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1
         )
     return result
 

@@ -53,6 +53,7 @@ class KernelBody(OperationPrinter):
         self.has_asserts = False
         self.resident: dict[Load, str] = {}  # blocks that an earlier pass has loaded
         self.index_texts: dict[Index | None, str] = {}  # indices that have a shorter text
+        self.hides_ranges = False  # of numerators of integer values; see `hide_range`
         self.pass_number = 0  # over the body
         self.rematerializes = False  # loads stay narrow and are widened in every pass
         # inputs without elements, which may have no address
@@ -110,10 +111,17 @@ class KernelBody(OperationPrinter):
         )
         low, _ = atom.numerator.bounds()
         if low is not None and low >= 0:
+            if self.hides_ranges and isinstance(atom, FloorDiv) and self._is_block(atom.numerator):
+                self.functions.add("hide_range")
+                top = f"hide_range({top})"
             return f"({top} {'//' if isinstance(atom, FloorDiv) else '%'} {bottom})"
         name = "int_floored_divide" if isinstance(atom, FloorDiv) else "int_floored_remainder"
         self.functions.add(name)
         return f"{name}({top}, {bottom})"
+
+    def _is_block(self, index: Index) -> bool:
+        axes = self.find_axes(IndexValue(index, torch.int64))
+        return any(self.bindings[axis].block for axis in axes if axis in self.bindings)
 
     def print_indirect(self, atom: IndirectIndex) -> str:
         """An index that a tensor holds, checked against its range."""
@@ -191,7 +199,9 @@ class KernelBody(OperationPrinter):
             return literal(expression.value, expression.dtype)
         if isinstance(expression, IndexValue):
             is_wide = not self.int64_index and not fits_int32(expression.index)
+            self.hides_ranges = not expression.dtype.is_floating_point
             text = self.print_index(expression.index, is_wide)
+            self.hides_ranges = False
             if text.removeprefix("-").isdigit():
                 return typed_literal(int(text), expression.dtype)
             is_plain = expression.index.single_axis is not None

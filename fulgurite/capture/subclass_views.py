@@ -1,0 +1,52 @@
+"""Graphs that return views of a tensor subclass which AOTAutograd can't rebuild.
+
+In: a captured graph. Out: whether it returns such a view. It then runs as captured.
+
+AOTAutograd returns a view of an input, or of another output, as a view of that tensor: by the view's own
+function, which autograd keeps, or else by `as_strided`. A view of a DTensor has no such function, and DTensor
+has no `as_strided`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fulgurite.trace.node_meta import example_value
+
+LOST_VIEWS = "it returns views of {name}s, which have no as_strided"
+
+
+def describe_lost_views(module: fx.GraphModule) -> str | None:
+    """Why AOTAutograd could not return the outputs of a captured graph; None: it can."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    nodes = dict.fromkeys(module.graph.output_node().all_input_nodes)
+    inputs = [example_value(node) for node in placeholders]
+    outputs = [example_value(node) for node in nodes if node not in placeholders]
+    for value in outputs:
+        if not is_traceable_wrapper_subclass(value) or value.is_nested:
+            continue
+        # views of other outputs are rebuilt for autograd alone
+        bases = [*inputs, *(outputs if value.requires_grad else [])]
+        if any(_is_view(value, base) for base in bases) and not _has_as_strided(value):
+            return LOST_VIEWS.format(name=type(value).__name__)
+    return None
+
+
+def _is_view(value: Tensor, base: Any) -> bool:
+    """Whether AOTAutograd takes a subclass for a view of another one: if the wrappers share a storage."""
+    if value is base or not is_traceable_wrapper_subclass(base) or base.is_nested:
+        return False
+    if value.untyped_storage()._cdata != base.untyped_storage()._cdata:
+        return False
+    return value.shape != base.shape or value.stride() != base.stride()
+
+
+def _has_as_strided(value: Tensor) -> bool:
+    try:
+        value.as_strided((), (), 0)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
