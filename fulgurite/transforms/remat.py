@@ -47,7 +47,14 @@ aten = torch.ops.aten
 Remat = Literal["none", "mincut", "full"]
 REMAT_POLICIES = get_args(Remat)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-UNROUNDED = (aten.abs.default, aten.neg.default, aten.clone.default, aten.detach.default)
+# operators whose results are elements of their input, or exact functions of them
+UNROUNDED = frozenset(
+    {
+        *(aten.abs.default, aten.neg.default, aten.clone.default, aten.detach.default),
+        *(aten.amax.default, aten.amin.default, aten.aminmax.default),
+        *(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim),
+    }
+)
 
 
 def make_partitioner(policy: Remat) -> Partition:
@@ -102,23 +109,31 @@ def _recompute_casts(graph: fx.Graph) -> None:
 
 
 def _save_compared_values(graph: fx.Graph) -> None:
-    """Save the values of forward that are compared for equality, not only their maximum."""
+    """Save both values of forward that are compared for equality, not one of them.
+
+    Not one of several results of an operator: torch can't be told to save it. By itself it recomputes no such
+    operator; with the policy `full`, both values are recomputed.
+    """
     for target in (aten.eq.Tensor, aten.ne.Tensor):
         for comparison in graph.find_nodes(op="call_function", target=target):
-            for operand in comparison.all_input_nodes:
-                if fake_value(operand).is_floating_point():
-                    source = _find_rounded_value(operand)
-                    # one of several results is saved as it is: torch recomputes no such operator
-                    is_single = source.op == "call_function" and source.target is not operator.getitem
-                    if is_single and not is_in_backward(source):
+            operands = comparison.all_input_nodes
+            sources = [_find_rounded_value(node) for node in operands]
+            if not all(fake_value(node).is_floating_point() for node in operands):
+                continue
+            if all(source.target is not operator.getitem for source in sources):
+                for source in sources:
+                    if source.op == "call_function" and not is_in_backward(source):
                         mark_must_save(source)
 
 
 def _find_rounded_value(node: fx.Node) -> fx.Node:
     """The operator whose result a value is, by operators that don't round."""
-    while node.target is not operator.getitem and (is_view(node) or node.target in UNROUNDED):
-        node = node.all_input_nodes[0]
-    return node
+    while True:
+        operation = node.all_input_nodes[0] if node.target is operator.getitem else node
+        is_one_of_several = operation is not node and operation.target not in UNROUNDED
+        if is_one_of_several or not (is_view(node) or node.target in UNROUNDED):
+            return node
+        node = operation.all_input_nodes[0]
 
 
 def _drop_running_statistics(graph: fx.Graph) -> None:

@@ -16,7 +16,9 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "amin": lambda y: y - y.amin(0),
     "max of all": lambda y: y / y.max(),
     "aminmax": lambda y: y * torch.aminmax(y, dim=-1).max[:, None],
-    "largest absolute value": lambda y: y / torch.linalg.vector_norm(y, float("inf"), dim=-1)[:, None],
+    "largest absolute value": lambda y: (
+        y / torch.linalg.vector_norm(y, float("inf"), dim=-1)[:, None]
+    ),
     "view": lambda y: y * y.reshape(8, -1).amax(-1).repeat_interleave(4)[:, None],
     "in the program": lambda y: torch.where(y == y.amax(-1, keepdim=True), y * 2, y.tanh()),
     "norm": lambda y: y * F.layer_norm(y, (16,)).amax(-1, keepdim=True),
