@@ -20,14 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
+    NARROW_FLOATS,
     BoundsCheck,
+    Constant,
     Expression,
     Load,
     Masked,
     collect_loads,
     make_masked,
+    opmath_dtype,
     walk,
 )
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
@@ -187,7 +192,7 @@ class _Splitter:
         axes = tuple(box.axes[k] for k in loops)
         sizes = tuple(axis.size for axis in box.axes)
         piece_axes = tuple(None if axis.size == 1 else axis for axis in box.axes)
-        value = box.expression
+        value = self.inline_constants(box.expression)
         if not is_result and isinstance(value, Load) and value.dtype == s.tensor.dtype:
             return _Piece(box.starts, sizes, piece_axes, value)
         strides = tuple(s.tensor.strides[k] for k in loops)
@@ -203,6 +208,17 @@ class _Splitter:
         if is_result:
             self.slices[name] = place
         return _Piece(box.starts, sizes, piece_axes, Load(name, at, s.tensor.dtype))
+
+    def inline_constants(self, expression: Expression) -> Expression:
+        """Returns the expression with numbers instead of loads of statements that fill with one."""
+
+        def inline(part: Expression) -> Expression | None:
+            s = self.statements.get(part.name) if isinstance(part, Load) else None
+            if s is None or not isinstance(s.expression, Constant) or s.reduction is not None:
+                return None
+            return _round_constant(s.expression, s.tensor.dtype)
+
+        return rewrite_expression(expression, inline, lambda index: index)
 
     def move(
         self,
@@ -256,6 +272,14 @@ def _rewrite_scatter(
         return None
     index = tuple(map_indirect(i, change) for i in scatter.index)
     return replace(scatter, index=index, value=change(scatter.value))
+
+
+def _round_constant(constant: Constant, dtype: torch.dtype) -> Constant:
+    """Returns the number that is read back after it was stored with this dtype."""
+    if dtype not in NARROW_FLOATS:
+        return constant
+    rounded = torch.tensor(constant.value, dtype=torch.float64).to(dtype)
+    return Constant(float(rounded), opmath_dtype(dtype))
 
 
 def _split_box(s: Statement) -> list[_Box] | None:

@@ -287,9 +287,9 @@ def verify_region(region: Region) -> None:
                 assert len(part.arguments) == arity, f"{part.name} takes {arity} arguments {where}"
         known[s.name] = s.tensor
     known.update({t.name: t for t in region.buffers})
-    for name, part in region.slices.items():
-        assert name in known and part.buffer in known, f"{name} is not in {part.buffer}"
-        assert known[name].dtype == known[part.buffer].dtype, f"{name} has the wrong dtype"
+    for name, place in region.slices.items():
+        assert name in known and place.buffer in known, f"{name} is not in {place.buffer}"
+        assert known[name].dtype == known[place.buffer].dtype, f"{name} has the wrong dtype"
     for output in region.outputs:
         assert output.name is None or output.name in known, f"output {output.name} is not defined"
     for name, target in region.writes:

@@ -24,8 +24,9 @@ RUNS_ON_TRITON = True
 @pytest.fixture
 def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Splits every candidate: small tests would not gain from all of them."""
-    monkeypatch.setattr(choose_slices, "MIN_GAIN", float("-inf"))
-    monkeypatch.setattr(choose_slices, "_selects_stored", lambda name, segments: True)
+    for name in ("MIN_GAIN", "MIN_GAIN_CPU"):
+        monkeypatch.setattr(choose_slices, name, float("-inf"))
+    monkeypatch.setattr(choose_slices, "_shares_memory", lambda name, segments: True)
     yield
 
 
