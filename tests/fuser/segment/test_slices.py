@@ -240,3 +240,12 @@ def test_large_results_bypass_the_cache(always_split: None) -> None:
     """Each slice has a staging block of its own in C++."""
     x, y = make_pair(512, 1024)
     check_fused(lambda x, y: torch.cat(gated(x, y), 1).half(), x, y)
+
+
+def test_value_that_another_kernel_recomputes(always_split: None) -> None:
+    """A narrow value is stored by the kernel that owns it, not by one that recomputes it."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (torch.tanh(torch.cat((x, y.half()), 2)) * 0.7).softmax(0)
+
+    check_fused(function, *make_pair(2, 3, 4))
