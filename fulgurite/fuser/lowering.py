@@ -93,10 +93,10 @@ def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
     """
     points = cost.count_elements(tuple(axis.size for axis in nest.axes))
     stored = {s.tensor.name: points * s.tensor.itemsize for s in nest.stores if s.combine}
-    for buffer in region.buffers:
-        accessed = {index for tensor, index, _ in nest.accesses() if tensor.name == buffer.name}
+    for name in {place.buffer for place in region.slices.values()}:
+        accessed = {index for tensor, index, _ in nest.accesses() if tensor.name == name}
         loops = [tuple(axis.size for axis in index.axes()) for index in accessed]
-        stored[buffer.name] = buffer.itemsize * sum(map(cost.count_elements, loops))
+        stored[name] = region.tensors[name].itemsize * sum(map(cost.count_elements, loops))
     sizes = ((name, cost.tensor_bytes(region.tensors[name])) for name in touched)
     return sum(min(size, stored.get(name, size)) for name, size in sizes)
 

@@ -47,7 +47,9 @@ def segment_with_slices(
     is_cpu = isinstance(row_bytes_limit, int)
     best, chosen = segment(set()), set[str]()
     candidates = [
-        name for name in find_split_candidates(region) if _shares_memory(name, best.segments)
+        name
+        for name in find_split_candidates(region)
+        if region.writes or _shares_memory(name, best.segments)
     ]
     if not candidates:
         return best
