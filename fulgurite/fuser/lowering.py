@@ -42,7 +42,6 @@ from fulgurite.fuser.schedule.gpu.base import GpuSchedule
 from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
 from fulgurite.fuser.schedule.gpu.smaller import smaller_schedule
 from fulgurite.fuser.segment import Segment
-from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
 from fulgurite.fuser.segment.choose_slices import segment_with_slices
 from fulgurite.fuser.segment.inplace import store_in_place
 from fulgurite.fuser.segment.scatter_nest import with_initial_nests
@@ -94,10 +93,10 @@ def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
     """
     points = cost.count_elements(tuple(axis.size for axis in nest.axes))
     stored = {s.tensor.name: points * s.tensor.itemsize for s in nest.stores if s.combine}
-    for buffer in region.buffers:
-        accessed = {index for tensor, index, _ in nest.accesses() if tensor.name == buffer.name}
+    for name in {place.buffer for place in region.slices.values()}:
+        accessed = {index for tensor, index, _ in nest.accesses() if tensor.name == name}
         loops = [tuple(axis.size for axis in index.axes()) for index in accessed]
-        stored[buffer.name] = buffer.itemsize * sum(map(cost.count_elements, loops))
+        stored[name] = region.tensors[name].itemsize * sum(map(cost.count_elements, loops))
     sizes = ((name, cost.tensor_bytes(region.tensors[name])) for name in touched)
     return sum(min(size, stored.get(name, size)) for name, size in sizes)
 
@@ -108,10 +107,9 @@ def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
 def lower_cpu(region: Region) -> FusedRegion:
     """Lower a region of the IR to C++ kernels in one library."""
     device_info = devices.cpu_info()
-    region, segments = segment_with_slices(region, device_info.l2_cache_bytes, device_info)
-    nests = [build_loop_nest(region, segment) for segment in segments]
-    region, nests = store_in_place(region, nests)
-    segments, nests = with_initial_nests(segments, store_in_slices(region, nests))
+    cut = segment_with_slices(region, device_info.l2_cache_bytes, device_info)
+    region, nests = store_in_place(cut.region, cut.nests)
+    segments, nests = with_initial_nests(cut.segments, store_in_slices(region, nests))
     schedules = [choose_cpu_schedule(nest, device_info) for nest in nests]
     sources = [
         write_kernel(name_kernel(segment, number), schedule)
@@ -186,10 +184,9 @@ def lower_triton(region: Region, device: torch.device, autotune: bool = False) -
     device = with_index(device)
     assert device.type == "cuda" or is_interpreted(), "CPU tensors need TRITON_INTERPRET=1"
     device_info = gpu_info(device)
-    region, segments = segment_with_slices(region, make_row_limit(device_info), device_info)
-    nests = [build_loop_nest(region, segment) for segment in segments]
-    region, nests = store_in_place(region, nests)
-    segments, nests = with_initial_nests(segments, store_in_slices(region, nests))
+    cut = segment_with_slices(region, make_row_limit(device_info), device_info)
+    region, nests = store_in_place(cut.region, cut.nests)
+    segments, nests = with_initial_nests(cut.segments, store_in_slices(region, nests))
     use_int64 = bool(needs_int64_indices(region))
     scheduled = []
     for number, (segment, nest) in enumerate(zip(segments, nests, strict=True)):

@@ -288,8 +288,8 @@ def interpret_region(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...
         )
     for name, part in region.slices.items():
         piece, buffer_memory = memory[name], memory[part.buffer]
-        target = torch.as_strided(buffer_memory, piece.shape, piece.stride(), size(part.offset))
-        target.copy_(piece)
+        start = buffer_memory.storage_offset() + size(part.offset)
+        torch.as_strided(buffer_memory, piece.shape, piece.stride(), start).copy_(piece)
     results = tuple(_make_output(region, output, memory, symbols) for output in region.outputs)
     for name, target in region.writes:
         memory[target].copy_(memory[name].reshape(memory[target].shape))

@@ -13,6 +13,8 @@ becomes, with `y_0` and `y_1` in the slices `y[:, :64]` and `y[:, 64:]` (`Region
 
 Pointwise readers of a split statement are split as well. Other readers load its pieces under masks.
 A part of a cat that is copied as it is has no piece: its own statement stores into the slice.
+An input that the region overwrites and does not read is such a buffer too. What keeps its value
+(`cache[:, 2:4] = key`) is then not stored.
 """
 
 from __future__ import annotations
@@ -20,14 +22,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
+    NARROW_FLOATS,
     BoundsCheck,
+    Constant,
     Expression,
     Load,
     Masked,
     collect_loads,
     make_masked,
+    opmath_dtype,
     walk,
 )
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
@@ -46,15 +53,17 @@ MAX_PIECES = 16  # of a statement; with more, its readers keep their masks
 
 
 def find_split_candidates(region: Region) -> list[str]:
-    """Returns the statements that select between computed values: cat, stack, pad, slice_scatter."""
-    computed = {s.name for s in region.statements}
-    written = {name for name, _ in region.writes}
+    """Returns the statements that select between values: cat, stack, pad, slice_scatter.
+
+    Splitting those that select between inputs only would save nothing, unless one is overwritten.
+    """
+    known = {s.name for s in region.statements} | {target for _, target in region.writes}
     return [
         s.name
         for s in region.statements
-        if _is_splittable(s, written)
+        if _is_splittable(s)
         and any(
-            load.name in computed
+            load.name in known
             for part in walk(s.expression)
             if isinstance(part, Masked)
             for side in (part.inside, part.outside)
@@ -66,16 +75,32 @@ def find_split_candidates(region: Region) -> list[str]:
 
 def split_statements(region: Region, roots: set[str]) -> Region:
     """Splits these statements, and the pointwise ones that read them."""
-    splitter = _Splitter(region)
-    for s in region.statements:
-        splitter.add(s, s.name in roots)
-    return splitter.finish()
+    returned = {output.name for output in region.outputs}
+    sources, targets = ([pair[k] for pair in region.writes] for k in range(2))
+    # statements that write an input and have no other use of it, by name
+    overwritten = {
+        source: target
+        for source, target in region.writes
+        if not {source, target} & returned
+        and sources.count(source) == 1
+        and targets.count(target) == 1
+    }
+    while True:
+        splitter = _Splitter(region, overwritten)
+        for s in region.statements:
+            splitter.add(s, s.name in roots)
+        split = splitter.finish()
+        loaded = {load.name for s in split.statements for load in s.loads}
+        places = {place.buffer for place in split.slices.values()}
+        unsafe = {source for source, target in overwritten.items() if target in loaded & places}
+        if not unsafe:
+            return split
+        overwritten = {k: target for k, target in overwritten.items() if k not in unsafe}
 
 
-def _is_splittable(s: Statement, written: set[str]) -> bool:
+def _is_splittable(s: Statement) -> bool:
     is_pointwise = s.reduction is None and s.scan is None and s.scatter is None
-    is_stored_plainly = not s.tensor.is_view_as_real and s.name not in written
-    return is_pointwise and is_stored_plainly and not s.tensor.is_empty
+    return is_pointwise and not s.tensor.is_view_as_real and not s.tensor.is_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +156,7 @@ class _Piece:
 @dataclass
 class _Splitter:
     region: Region
+    overwritten: dict[str, str]  # inputs that statements write to, in slices if these are split
     statements: dict[str, Statement] = field(default_factory=dict)
     pieces: dict[str, list[_Piece]] = field(default_factory=dict)  # of split statements
     slices: dict[str, Slice] = field(default_factory=dict)
@@ -140,8 +166,8 @@ class _Splitter:
         """Adds a statement of the region, in pieces where it is split."""
         reads_pieces = any(load.name in self.pieces for load in s.loads)
         changed = self.rewrite(s) if reads_pieces else s
-        written = {name for name, _ in self.region.writes}
-        if (is_root or reads_pieces) and _is_splittable(s, written):
+        written = {name for name, _ in self.region.writes} - self.overwritten.keys()
+        if (is_root or reads_pieces) and _is_splittable(s) and s.name not in written:
             boxes = _split_box(changed)
             if boxes is not None:
                 self.add_pieces(changed, boxes)
@@ -178,7 +204,7 @@ class _Splitter:
     def add_pieces(self, s: Statement, boxes: list[_Box]) -> None:
         """Adds a statement for each part that is more than a copy."""
         is_result = s.name in self.region.results
-        if is_result:
+        if is_result and s.name not in self.overwritten:
             self.buffers[s.name] = s.tensor
         self.pieces[s.name] = [self.add_piece(s, box, is_result) for box in boxes]
 
@@ -187,13 +213,16 @@ class _Splitter:
         axes = tuple(box.axes[k] for k in loops)
         sizes = tuple(axis.size for axis in box.axes)
         piece_axes = tuple(None if axis.size == 1 else axis for axis in box.axes)
-        value = box.expression
+        value = self.inline_constants(box.expression)
         if not is_result and isinstance(value, Load) and value.dtype == s.tensor.dtype:
             return _Piece(box.starts, sizes, piece_axes, value)
         strides = tuple(s.tensor.strides[k] for k in loops)
-        place = Slice(s.name, _dot(box.starts, s.tensor.strides))
+        buffer = self.overwritten.get(s.name, s.name)
+        place = Slice(buffer, _dot(box.starts, s.tensor.strides))
         at = tuple(indices.from_atom(axis) for axis in axes)
-        if is_result and self.move(value, at, s, strides, place):
+        if is_result and (
+            self.keeps(value, place, _dot(at, strides)) or self.move(value, at, s, strides, place)
+        ):
             return _Piece(box.starts, sizes, piece_axes, value)
         name = self.make_name(s.name)
         if not is_result:
@@ -203,6 +232,24 @@ class _Splitter:
         if is_result:
             self.slices[name] = place
         return _Piece(box.starts, sizes, piece_axes, Load(name, at, s.tensor.dtype))
+
+    def inline_constants(self, expression: Expression) -> Expression:
+        """Returns the expression with numbers instead of loads of statements that fill with one."""
+
+        def inline(part: Expression) -> Expression | None:
+            s = self.statements.get(part.name) if isinstance(part, Load) else None
+            if s is None or not isinstance(s.expression, Constant) or s.reduction is not None:
+                return None
+            return _round_constant(s.expression, s.tensor.dtype)
+
+        return rewrite_expression(expression, inline, lambda index: index)
+
+    def keeps(self, value: Expression, place: Slice, position: Index) -> bool:
+        """Whether the piece is what the overwritten input has at the same place."""
+        if not isinstance(value, Load) or value.name != place.buffer:
+            return False
+        old = self.region.tensors[value.name]
+        return _dot(value.index, old.strides) == place.offset + position
 
     def move(
         self,
@@ -234,6 +281,12 @@ class _Splitter:
 
     def finish(self) -> Region:
         """Returns the region with the statements that its outputs need."""
+        stored = {place.buffer for place in self.slices.values()}
+        writes = tuple(
+            (target, target) if name in self.pieces else (name, target)
+            for name, target in self.region.writes
+            if name not in self.pieces or target in stored
+        )
         live = self.region.results | self.slices.keys()
         statements: list[Statement] = []
         for s in reversed(self.statements.values()):
@@ -243,6 +296,7 @@ class _Splitter:
         return replace(
             self.region,
             statements=tuple(reversed(statements)),
+            writes=writes,
             slices=self.slices,
             buffers=tuple(self.buffers.values()),
             loop_ids={},
@@ -256,6 +310,14 @@ def _rewrite_scatter(
         return None
     index = tuple(map_indirect(i, change) for i in scatter.index)
     return replace(scatter, index=index, value=change(scatter.value))
+
+
+def _round_constant(constant: Constant, dtype: torch.dtype) -> Constant:
+    """Returns the number that is read back after it was stored with this dtype."""
+    if dtype not in NARROW_FLOATS:
+        return constant
+    rounded = torch.tensor(constant.value, dtype=torch.float64).to(dtype)
+    return Constant(float(rounded), opmath_dtype(dtype))
 
 
 def _split_box(s: Statement) -> list[_Box] | None:

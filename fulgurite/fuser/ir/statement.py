@@ -208,7 +208,8 @@ class Region:
     arguments: tuple[Tensor | Index, ...]
     statements: tuple[Statement, ...]
     outputs: tuple[Output, ...]
-    writes: tuple[tuple[str, str], ...] = ()  # (statement, input that it overwrites)
+    # (statement, input that it overwrites); the input twice if `slices` overwrite it
+    writes: tuple[tuple[str, str], ...] = ()
     donated: frozenset[str] = frozenset()  # inputs whose buffers results may reuse
     # inputs with the dimensions that `split_axes` gave them
     input_layouts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -225,9 +226,9 @@ class Region:
     @property
     def results(self) -> set[str]:
         """Statements that the region returns or writes to an input, and buffers of such."""
-        returned = {output.name for output in self.outputs if output.name is not None}
-        returned |= {name for name, part in self.slices.items() if part.buffer in returned}
-        return returned | {name for name, _ in self.writes}
+        found = {output.name for output in self.outputs if output.name is not None}
+        found |= {name for name, _ in self.writes}
+        return found | {name for name, place in self.slices.items() if place.buffer in found}
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -287,9 +288,9 @@ def verify_region(region: Region) -> None:
                 assert len(part.arguments) == arity, f"{part.name} takes {arity} arguments {where}"
         known[s.name] = s.tensor
     known.update({t.name: t for t in region.buffers})
-    for name, part in region.slices.items():
-        assert name in known and part.buffer in known, f"{name} is not in {part.buffer}"
-        assert known[name].dtype == known[part.buffer].dtype, f"{name} has the wrong dtype"
+    for name, place in region.slices.items():
+        assert name in known and place.buffer in known, f"{name} is not in {place.buffer}"
+        assert known[name].dtype == known[place.buffer].dtype, f"{name} has the wrong dtype"
     for output in region.outputs:
         assert output.name is None or output.name in known, f"output {output.name} is not defined"
     for name, target in region.writes:

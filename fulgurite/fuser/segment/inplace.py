@@ -39,6 +39,8 @@ def store_in_place(region: Region, nests: Sequence[LoopNest]) -> tuple[Region, l
     nests = reuse_initial_buffers(region, nests)
     changed = list(nests)
     for name, target in region.writes:
+        if name == target:  # in slices
+            continue
         k = _find_storing_nest(nests, name)
         if has_scatter(nests, name):
             if not _is_returned(region, name, target) and can_overwrite_input(nests, name, target):

@@ -71,7 +71,10 @@ def _try_recompute(state: Segmentation, name: str, stored: set[str]) -> bool:
 
 
 def _find_narrower_values(state: Segmentation, name: str) -> list[str]:
-    """Returns pointwise producers of the value with fewer bytes that its kernel can store."""
+    """Returns pointwise producers of the value with fewer bytes that its kernel can store.
+
+    What the kernel itself only recomputes is another kernel's to store, which may be gone.
+    """
     structure = state.segments[state.owner[name]].structure
     found: list[str] = []
     top = state.statements[name]
@@ -79,7 +82,9 @@ def _find_narrower_values(state: Segmentation, name: str) -> list[str]:
         top = state.statements[local[0].name]
         if top.is_reduction_or_scan or top.loops != state.statements[name].loops or top.is_constant:
             break
-        if state.bytes[top.name] < state.bytes[name] and structure.can_store(top.name):
+        is_owned = state.owner.get(top.name) == state.owner[name]
+        is_narrower = state.bytes[top.name] < state.bytes[name]
+        if is_owned and is_narrower and structure.can_store(top.name):
             found.append(top.name)
     return found
 

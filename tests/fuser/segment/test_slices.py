@@ -24,8 +24,9 @@ RUNS_ON_TRITON = True
 @pytest.fixture
 def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Splits every candidate: small tests would not gain from all of them."""
-    monkeypatch.setattr(choose_slices, "MIN_GAIN", float("-inf"))
-    monkeypatch.setattr(choose_slices, "_selects_stored", lambda name, segments: True)
+    for name in ("MIN_GAIN", "MIN_GAIN_CPU"):
+        monkeypatch.setattr(choose_slices, name, float("-inf"))
+    monkeypatch.setattr(choose_slices, "_shares_memory", lambda name, segments: True)
     yield
 
 
@@ -206,12 +207,90 @@ def test_channels_last(always_split: None) -> None:
     assert region.region.slices
 
 
-def test_in_place_write(always_split: None) -> None:
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        both = torch.cat(gated(x, y), 1)
-        return both.clone().mul_(2), both[:, ::2]
+def write_slice(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """What `cache[:, 2:4] = key * 2` is after functionalization."""
+    cache.copy_(torch.slice_scatter(cache, key * 2, 1, 2, 4))
+    return ()
 
-    check_fused(function, *make_pair(4, 8))
+
+def write_slice_of_input(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    rows = torch.slice_scatter(cache, key, 1, 3, 5)
+    cache.copy_(torch.slice_scatter(rows, (key * 2).repeat(1, 4), 0, 0, 5))
+    return ()
+
+
+def write_cat(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    shared = torch.tanh(key.exp().sin())
+    cache.copy_(torch.cat((shared * 2, shared + key, shared, shared), 1))
+    return (shared.sum(),)
+
+
+def write_and_read(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    old = cache.flip(1) * 3
+    cache.copy_(torch.slice_scatter(cache, key, 1, 2, 4))
+    return (old,)
+
+
+def write_and_return(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    new = torch.slice_scatter(cache, key, 1, 2, 4)
+    result = new * 2, new.sum(0)
+    cache.copy_(new)
+    return result
+
+
+def rotate(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    cache.copy_(torch.roll(cache, 3, 1) + key.sum())
+    return ()
+
+
+def write_two_slices(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    once = torch.slice_scatter(cache, key.exp(), 1, 0, 2)
+    cache.copy_(torch.slice_scatter(once, key.sin() * 2, 1, 5, 7))
+    return ()
+
+
+def write_nothing(cache: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    cache.copy_(torch.roll(torch.roll(cache, 3, 1), -3, 1))
+    return (key * 2,)
+
+
+WRITES = [
+    write_slice,
+    write_slice_of_input,
+    write_cat,
+    write_and_read,
+    write_and_return,
+    rotate,
+    write_two_slices,
+    write_nothing,
+]
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("function", WRITES)
+def test_writes_to_inputs(
+    function: Callable[..., tuple[Tensor, ...]], is_strided: bool, always_split: None
+) -> None:
+    """A mutated input is right, also one whose strides are not those of the trace."""
+    cache, key = torch.randn(5, 8), torch.randn(5, 2)
+    with support.target_device():
+        cache, key = support.to_target(cache), support.to_target(key)
+        region = support.lower_for_target(function, (cache.clone(), key))
+        given = cache.t().contiguous().t() if is_strided else cache.clone()
+        want = cache.clone()
+        results = region(given, key)
+        for ours, theirs in zip(results, function(want, key), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(given, want)
+
+
+def test_only_the_written_slice_is_stored() -> None:
+    cache, key = torch.randn(64, 1024), torch.randn(64, 2)
+    with support.target_device():
+        arguments = tuple(map(support.to_target, (cache, key)))
+        region = support.lower_for_target(write_slice, arguments)
+    (kernel,) = region.kernels
+    assert kernel.bytes_moved == 2 * 4 * key.numel()
 
 
 def test_part_is_stored_by_its_own_statement(always_split: None) -> None:
@@ -239,3 +318,12 @@ def test_large_results_bypass_the_cache(always_split: None) -> None:
     """Each slice has a staging block of its own in C++."""
     x, y = make_pair(512, 1024)
     check_fused(lambda x, y: torch.cat(gated(x, y), 1).half(), x, y)
+
+
+def test_value_that_another_kernel_recomputes(always_split: None) -> None:
+    """A narrow value is stored by the kernel that owns it, not by one that recomputes it."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (torch.tanh(torch.cat((x, y.half()), 2)) * 0.7).softmax(0)
+
+    check_fused(function, *make_pair(2, 3, 4))

@@ -17,6 +17,7 @@ from fulgurite.fuser.codegen.cpp.expressions import (
     value_ctype,
 )
 from fulgurite.fuser.codegen.formulas import print_formulas
+from fulgurite.fuser.codegen.store_casts import drop_store_casts
 from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
 from fulgurite.fuser.ir.index import Axis, Index
@@ -81,7 +82,7 @@ class KernelWriter:
     emit: LineWriter = field(default_factory=LineWriter)
 
     def __post_init__(self) -> None:
-        self.nest = self.schedule.nest
+        self.nest = drop_store_casts(self.schedule.nest)
         self.analysis: Analysis = analyze_nest(self.nest)
         written = [s.tensor.name for s in self.nest.stores]
         accessed = list(dict.fromkeys(t.name for t, _, _ in self.nest.accesses()))

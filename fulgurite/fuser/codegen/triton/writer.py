@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fulgurite.fuser.codegen.store_casts import drop_store_casts
 from fulgurite.fuser.codegen.triton.expressions import KernelBody
 from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
 from fulgurite.fuser.codegen.triton.values import (
@@ -20,16 +21,14 @@ from fulgurite.fuser.codegen.triton.values import (
 )
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
-    NARROW_FLOATS,
     Constant,
     Expression,
     Load,
-    Operation,
     opmath_dtype,
     walk,
 )
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
-from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
+from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.ir.random_seed import SEED, SEED_ADDRESS
 from fulgurite.fuser.ir.statement import Tensor
 from fulgurite.fuser.schedule.analysis import analyze_nest, is_body_store
@@ -309,27 +308,6 @@ class KernelWriter:
         if is_converted:
             value = self.body.print_narrowed(value, store.value, store.tensor.dtype)
         return strip_parentheses(value)
-
-
-def drop_store_casts(nest: LoopNest) -> LoopNest:
-    """Drops casts of floats to the dtype that the store rounds to anyway.
-
-    Casts to integers and bools stay: a store would make 0.5 a False, and overflow is undefined.
-    """
-
-    def drop_cast(store: Store) -> Store:
-        value = store.value
-        if isinstance(value, Load) and not value.index:
-            local = nest.locals[value.name]
-            value = value if local.reduction else local.expression
-        if isinstance(value, Operation) and value.name == "cast":
-            (argument,) = value.arguments
-            is_rounding = value.dtype == store.tensor.dtype and value.dtype in NARROW_FLOATS
-            if is_rounding and opmath_dtype(argument.dtype) == torch.float32:
-                return replace(store, value=argument)
-        return store
-
-    return replace(nest, stores=tuple(drop_cast(s) for s in nest.stores))
 
 
 def initial_value(x: Local) -> str:
