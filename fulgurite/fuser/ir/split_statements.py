@@ -14,7 +14,7 @@ becomes, with `y_0` and `y_1` in the slices `y[:, :64]` and `y[:, 64:]` (`Region
 Pointwise readers of a split statement are split as well. Other readers load its pieces under masks.
 A part of a cat that is copied as it is has no piece: its own statement stores into the slice.
 An input that the region overwrites and does not read is such a buffer too. What keeps its value
-(`cache[:, 2:4] = key`) is then not stored.
+(`input.copy_(slice_scatter(input, value))`) is then not stored.
 """
 
 from __future__ import annotations
