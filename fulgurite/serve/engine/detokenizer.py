@@ -8,6 +8,7 @@ and the whole text depends on the tokens alone, not on how many were pushed at a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from fulgurite.models.tokenizer import Tokenizer
 
@@ -52,8 +53,10 @@ class Detokenizer:
 
     def _choose_context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The last tokens of a prompt, from the start of a character; none if it ends inside one."""
-        visible = [token for token in prompt_ids if token not in self.hidden_ids]
-        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_INCOMPLETE_BYTES + 1):
+        most = CONTEXT_TOKENS + MAX_INCOMPLETE_BYTES
+        backwards = (token for token in reversed(prompt_ids) if token not in self.hidden_ids)
+        visible = list(islice(backwards, most))[::-1]
+        for size in range(CONTEXT_TOKENS, most + 1):
             if REPLACEMENT_CHARACTER not in self._decode(visible[-size:]):
                 return visible[-size:]
         return []
