@@ -13,8 +13,11 @@ from fulgurite.fuser.ir.loop_nest import LoopNest, Store
 def drop_store_casts(nest: LoopNest) -> LoopNest:
     """Drops casts of floats to the dtype that the store rounds to anyway.
 
-    Casts to integers and bools stay: a store would make 0.5 a False, and overflow is undefined.
+    Casts to integers and bools stay: a store would make 0.5 a False, and overflow is undefined. So do those
+    of row programs, whose stores name a step.
     """
+    if nest.is_row_program:
+        return nest
 
     def drop_cast(store: Store) -> Store:
         value = store.value
