@@ -15,6 +15,7 @@ from torch import Tensor
 import fulgurite
 from fulgurite.capture import training, training_native
 from fulgurite.host_api import unavailable_reason
+from tests.python_frames import find_python_frames
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="no host programs here")
 
@@ -35,22 +36,6 @@ def compile_warm(function: Callable[..., Any], *inputs: Tensor) -> Callable[...,
         result = compiled(*inputs)
         torch.autograd.grad(result, inputs, torch.ones_like(result))
     return compiled
-
-
-def find_python_frames(call: Callable[[], Any]) -> set[str]:
-    """Names of Fulgurite's Python functions that run during the call."""
-    seen: set[str] = set()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "fulgurite" in frame.f_globals.get("__name__", ""):
-            seen.add(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 def test_a_step_runs_no_python_of_ours_but_the_entry() -> None:

@@ -17,6 +17,7 @@ import fulgurite
 from fulgurite.cudagraph import CaptureMemory, GraphedFunction, GraphInterface
 from fulgurite.cudagraph.replay import ReplayableCall
 from fulgurite.host_api import unavailable_reason
+from tests.python_frames import find_python_frames
 
 from .fake import FakeCapturedCall, make_fake_backend, use_fake_captures
 
@@ -38,22 +39,6 @@ def make(
     return GraphedFunction(
         "graph_0", boxed, interface, CaptureMemory(make_fake_backend()), forced=True
     )
-
-
-def find_python_frames(call: Callable[[], Any]) -> set[str]:
-    """Names of Fulgurite's Python functions that run during the call."""
-    seen: set[str] = set()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "").startswith("fulgurite"):
-            seen.add(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 def mutate(x: Tensor, w: Tensor) -> list[Any]:
