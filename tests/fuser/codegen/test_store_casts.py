@@ -11,7 +11,7 @@ from fulgurite.compile import compile
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("shape", [(2, 8), (16, 8), (4, 8, 2, 2), (4, 8, 6, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8), (16, 8)], ids=str)
 def test_running_statistics_in_bfloat16(shape: tuple[int, ...], dynamic: bool) -> None:
     """With dynamic sizes it is a row program, whose stores name steps, so they keep their casts."""
     torch.manual_seed(0)
