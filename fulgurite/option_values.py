@@ -22,4 +22,4 @@ HEARTBEAT_SECONDS = 0.5  # between reports of an idle engine
 KV_CACHE_DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
 # Tokens of a step beside next tokens of replies, by device type: readers of a server wait for each
 # token. None: `max_batched_tokens`.
-SERVED_MIXED_TOKENS: dict[str, int | None] = {"cpu": 32, "cuda": None}
+SERVED_MIXED_TOKENS: dict[str, int | None] = {"cpu": 24, "cuda": None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -101,12 +102,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How requests are made and read. `model` None: the first that the server lists."""
+    """How requests are made and read. `model` None: the first that the server lists.
+
+    settle_seconds   between the first warm-up and the first run. A server may use the time to prepare
+    """
 
     model: str | None = None
     api_key: str | None = None
     expected: Expected = field(default_factory=Expected)
     extra: tuple[tuple[str, Any], ...] = ()
+    settle_seconds: float = 0.0
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------
@@ -118,11 +123,15 @@ def open_server(server: Server, options: HttpOptions) -> Iterator[Measure]:
     model = options.model or find_model(server.address, options.api_key)
     body = BodyOptions(model, options.expected.is_stream, options.extra)
     target = Target(server.address, body, options.expected, options.api_key)
+    settle_seconds = options.settle_seconds
 
     def measure(job: Job) -> tuple[Run, float | None]:
         needs_text = any(len(one) > 1 for one in job.conversations)
         careful = replace(target, expected=replace(options.expected, decode_all=True))
         has_usage = warm_up(careful, job)
+        nonlocal settle_seconds
+        time.sleep(settle_seconds)
+        settle_seconds = 0.0
         used = careful if needs_text or not has_usage else target
         before = server.cpu_seconds()
         run = run_coroutine(_run(used, job))

@@ -141,6 +141,8 @@ def main() -> None:
     wanted = json.loads(sys.argv[1])
     with LLM(wanted["model"], **read_llm_options(wanted["options"])) as llm:
         llm.engine.warm_up()
+        while llm.engine.prepare_step():  # as a server does while it is idle
+            pass
         print("ready", flush=True)
         for line in sys.stdin:
             print(json.dumps(run_job(llm, json.loads(line))), flush=True)

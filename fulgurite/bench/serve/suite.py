@@ -51,6 +51,7 @@ from fulgurite.plan.limits import MAX_SEQUENCES
 MODEL = "smollm2"
 CLIENTS, QUICK_CLIENTS = "1,8,64,256", "1,8"
 REPEATS = 3
+SETTLE_SECONDS = 4.0  # servers are idle before a load comes
 # Of a mode: the workload, tokens of a prompt, tokens of a reply, requests a client.
 DEFAULTS: dict[str, tuple[str, str, str, int]] = {
     "serve": ("random", "128", "64", 2),
@@ -194,7 +195,8 @@ def read_http_options(options: argparse.Namespace) -> HttpOptions:
         raise ArgumentError(f"--timeout {options.timeout} must be more than 0")
     expected = Expected(is_stream=not options.no_stream, timeout=options.timeout)
     model = options.model if options.url else None  # our own servers have one model
-    return HttpOptions(model, options.api_key, expected, tuple(extra.items()))
+    settle = 0.0 if options.mock else SETTLE_SECONDS
+    return HttpOptions(model, options.api_key, expected, tuple(extra.items()), settle)
 
 
 # ---- candidates ----------------------------------------------------------------------------------

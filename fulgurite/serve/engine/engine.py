@@ -27,12 +27,15 @@ from fulgurite.serve.engine.request import (
     Update,
 )
 from fulgurite.serve.engine.stats import EngineStats, measure_memory
+from fulgurite.serve.engine.step_preparation import StepPreparation
 
 Prompt = str | Sequence[int]
 
 
 class Engine(EngineCore):
     """An `EngineCore` with its interface: add and cancel requests, or generate whole replies."""
+
+    preparation: StepPreparation | None = None  # since the engine was idle for the first time
 
     # ---- requests ----------------------------------------------------------------------------------
 
@@ -278,6 +281,16 @@ class Engine(EngineCore):
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         self.generate([[0] * max(1, min(4, self.context - num_tokens))], params)
         self.reset_prefix_cache()
+
+    def prepare_step(self) -> bool:
+        """Record or capture a step that later requests may need, while there is none
+        (step_preparation.py). False: nothing is left to prepare."""
+        with self.lock:
+            if self.requests:
+                return False
+            if self.preparation is None:
+                self.preparation = StepPreparation(self.runner)
+            return self.preparation.run_next()
 
     @contextmanager
     def compile_ahead(self, threads: int) -> Iterator[None]:

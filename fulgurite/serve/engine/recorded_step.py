@@ -11,7 +11,8 @@ which sequence, so one recording runs any division of its tokens into sequences:
                    no key.
 
 The recording of a step takes as long as several steps. So the first steps of a shape run eagerly (they
-compile, and touch memory first), and the next one is recorded while it runs.
+compile, and touch memory first), and the next one is recorded while it runs. An idle engine does so on
+padding (step_preparation.py).
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ def find_shape(
         return StepShape(host.num_tokens, host.num_sequences)
     if host.num_tokens > MAX_TOKENS or kv_cache.has_states or kv_cache.mla_sizes:
         return None
-    num_tokens = host.num_tokens
+    return mixed_shape(host.num_tokens, block_manager.block_tables[0].shape[0])
+
+
+def mixed_shape(num_tokens: int, max_sequences: int) -> StepShape:
+    """The shape of mixed steps with so many tokens."""
     if num_tokens > TOKEN_MULTIPLE:
         num_tokens = -(-num_tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    num_sequences = block_manager.block_tables[0].shape[0] + 1
+    num_sequences = max_sequences + 1
     if num_tokens == num_sequences:  # is no decode step
         num_sequences += 1
     return StepShape(num_tokens, num_sequences)
@@ -107,6 +112,18 @@ class RecordedStep:
         """The hidden states of the step's tokens; the next step overwrites them."""
         self._write_inputs(host)
         return self._run()[: host.num_tokens]
+
+    def prepare(self) -> bool:
+        """Run once on tokens that are written nowhere; True: nothing is left to prepare."""
+        if self.replay is None and self.no_replay_reason is None:
+            self.host["query_start_loc"][0] = 0
+            self._write_padding(0, 0)
+            if self.shape.is_decode:  # one token of each sequence
+                self.host["query_start_loc"][:] = np.arange(self.shape.num_sequences + 1)
+                self.host["positions"][:] = 0
+                self.host["rope_seq_lens"][:] = self.host["seq_lens"][:] = 1
+            self._run()
+        return self.replay is not None or self.no_replay_reason is not None
 
     def _make_batch(self, max_seq_len: int) -> InputBatch:
         inputs = self.inputs

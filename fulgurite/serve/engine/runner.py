@@ -191,7 +191,8 @@ class ModelRunner:
     def _compute_hidden_states(self, host: HostBatch) -> tuple[Tensor, Tensor | None]:
         """The hidden states of a step's tokens, recorded on a CPU if its shape can be; and which of
         them get logits, None: all."""
-        step = self._get_recorded_step(host)
+        shape = find_shape(host, self.kv_cache, self.block_manager)
+        step = None if shape is None else self._get_recorded_step(shape)
         if step is None:
             batch = self._move_to_device(host)
             self.kv_cache.set_batch(batch)
@@ -259,12 +260,26 @@ class ModelRunner:
         self.recorded_steps.clear()
         LOG.info("decode steps are not captured: %s", reason)
 
-    def _get_recorded_step(self, host: HostBatch) -> RecordedStep | None:
-        """The recorded step that runs this one on a CPU; None: it runs eagerly."""
+    @torch.inference_mode()
+    def prepare_step(self, shape: StepShape) -> bool:
+        """Run a step on padding, or capture it; True: nothing of it is left to prepare."""
+        counter = self.load_counter
+        paused = nullcontext() if counter is None else counter.paused()
+        with deterministic(self.is_deterministic), paused:
+            if self.graph_pool is not None:
+                variants = {one for step in self.captured_steps.values() for one in step.graphs}
+                for variant in variants:
+                    self._get_captured_step(shape.num_sequences, variant)
+                return True
+            step = self._get_recorded_step(shape)
+            is_prepared = step is None or step.prepare()
+            if step is not None and step.no_replay_reason is not None:
+                self._stop_capturing(step.no_replay_reason)
+            return is_prepared
+
+    def _get_recorded_step(self, shape: StepShape) -> RecordedStep | None:
+        """The recorded step of this shape on a CPU; None: such steps run eagerly."""
         if self.graph_pool is not None or self.no_capture_reason is not None:
-            return None
-        shape = find_shape(host, self.kv_cache, self.block_manager)
-        if shape is None:
             return None
         step = self.recorded_steps.get(shape)
         if step is None:

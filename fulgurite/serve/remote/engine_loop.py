@@ -71,7 +71,8 @@ class EngineLoop:
         try:
             while not self.is_stopping and not self.channel.is_closed:
                 was_busy = self.engine.has_unfinished_requests
-                timeout = 0.0 if was_busy else HEARTBEAT_SECONDS
+                is_preparing = not was_busy and self.engine.prepare_step()
+                timeout = 0.0 if was_busy or is_preparing else HEARTBEAT_SECONDS
                 for command in self.channel.receive(timeout):
                     self.run_command(command)
                 if self.engine.has_unfinished_requests:

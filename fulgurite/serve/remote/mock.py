@@ -225,6 +225,9 @@ class MockEngine:
     def check_ranks(self) -> None:
         pass
 
+    def prepare_step(self) -> bool:
+        return False
+
     def fail_step(self, reason: str) -> None:
         failed, self.running = self.running, {}
         for one in failed.values():

@@ -102,6 +102,9 @@ class LLMEngine:
         if self.engine.restarter is not None:
             self.engine.step()
 
+    def prepare_step(self) -> bool:
+        return self.engine.prepare_step()
+
     def embed(self, prompts: list[list[int]]) -> list[bytes]:
         rows = self.llm.embed(prompts).to(torch.float32).contiguous()
         return [row.numpy().tobytes() for row in rows]

@@ -33,6 +33,23 @@ def test_the_same_tokens_as_on_the_cpu(fixed: bool) -> None:
     check_idle(engine)
 
 
+def test_an_idle_engine_captures_the_steps_of_later_requests() -> None:
+    model = tiny_model()
+    params = [SamplingParams(max_tokens=12 + 4 * index) for index in range(len(PROMPTS))]
+    wanted = make_engine(model).generate(PROMPTS, params)
+    engine = make_engine(model.to("cuda"), max_sequences=6)
+    engine.warm_up()
+    while engine.prepare_step():
+        pass
+    assert set(engine.runner.captured_steps) == {1, 2, 4, 8}
+    graphs = {size: dict(step.graphs) for size, step in engine.runner.captured_steps.items()}
+    got = engine.generate(PROMPTS, params)
+    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
+    after = {size: dict(step.graphs) for size, step in engine.runner.captured_steps.items()}
+    assert after == graphs
+    check_idle(engine)
+
+
 def test_planned_memory_matches_measured() -> None:
     """Within 5% of the most that was allocated."""
     torch.cuda.empty_cache()
