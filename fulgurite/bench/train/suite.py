@@ -1,5 +1,8 @@
 """`fulgurite bench train`: training steps of one loop; eager, torch.compile and Fulgurite beside each other.
 
+"transformers" is torch.compile of transformers' own model (transformers_model.py), if it is installed;
+the others compile the project's model, with its kernels.
+
 In: workloads (workloads.py). Out, for each of them and each candidate: tokens per second, MFU, wall and
 kernel time of a step, the host's share, peak memory and the seconds of the first step.
 
@@ -30,6 +33,11 @@ import fulgurite
 from fulgurite.bench import results
 from fulgurite.bench.train.row_file import RowFile
 from fulgurite.bench.train.stall import format_stalls, measure_stall
+from fulgurite.bench.train.transformers_model import (
+    TransformersLoss,
+    build_transformers_model,
+    is_installed,
+)
 from fulgurite.bench.train.twin import format_twins, measure_twins
 from fulgurite.bench.train.workloads import CPU_DTYPE, CUDA_DTYPE, Workload, make_workloads
 from fulgurite.device import resolve_device
@@ -52,7 +60,12 @@ from fulgurite.train.precision import precision_transforms
 from fulgurite.train.step import OneRank, StepResult, TrainStep
 
 Row = dict[str, Any]
-EAGER, INDUCTOR, OURS = CANDIDATES = "eager", "torch.compile", "fulgurite"
+EAGER, TRANSFORMERS, INDUCTOR, OURS = CANDIDATES = (
+    "eager",
+    "transformers",
+    "torch.compile",
+    "fulgurite",
+)
 WARMUP_STEPS = {"cuda": 24, "cpu": 2}  # CUDA graphs are measured and captured after some calls
 TIMED_STEPS = {"cuda": 10, "cpu": 5}
 CONFIG = TrainConfig(
@@ -169,8 +182,13 @@ def _run_next(step: TrainStep, counter: Iterator[int], batches: list[Batch]) -> 
 
 def list_candidates(workload: Workload) -> list[tuple[str, str]]:
     """(candidate, recipe): every candidate in the model's dtype, the recipes with Fulgurite."""
-    plain = [(EAGER, "none"), (INDUCTOR, "none"), (OURS, "none")]
-    return plain + [(OURS, recipe) for recipe in workload.recipes if recipe != "none"]
+    names = [name for name in CANDIDATES if name != TRANSFORMERS or can_run_transformers(workload)]
+    recipes = [(OURS, recipe) for recipe in workload.recipes if recipe != "none"]
+    return [(name, "none") for name in names] + recipes
+
+
+def can_run_transformers(workload: Workload) -> bool:
+    return is_installed() and workload.documents == 1
 
 
 def measure(workload: Workload, candidate: str, recipe: str, device: str) -> Row:
@@ -223,13 +241,8 @@ def make_train_step(
     workload: Workload, candidate: str, recipe: str, device: str
 ) -> tuple[TrainStep, list[Batch], float]:
     """A step, its microbatches, and the FLOPs of a token."""
-    dtype = get_dtype(CUDA_DTYPE if device == "cuda" else CPU_DTYPE)
-    family, config = read_model_config(workload.fields, workload.architecture)
-    model = build_random_model(config, family, dtype=dtype, device=device).train()
-    freeze_selection_biases(model)
-    flops = count_flops(model, workload.length // workload.documents).training
-    module: nn.Module = LossModule(model, CONFIG.loss)
-    if candidate == INDUCTOR:
+    module, model, flops = build_module(workload, candidate, device)
+    if candidate in (INDUCTOR, TRANSFORMERS):
         torch._dynamo.reset()
         module = torch.compile(module)  # type: ignore[assignment]
     elif candidate == OURS:
@@ -238,6 +251,22 @@ def make_train_step(
     optimizer = build_optimizer(model, CONFIG.optimizer, 1000)
     step = TrainStep(module, model, optimizer, OneRank(), CONFIG)
     return step, workload.make_batches(device), flops
+
+
+def build_module(
+    workload: Workload, candidate: str, device: str
+) -> tuple[nn.Module, nn.Module, float]:
+    """The loss module of a candidate, not compiled, its model, and the FLOPs of a token."""
+    dtype = get_dtype(CUDA_DTYPE if device == "cuda" else CPU_DTYPE)
+    family, config = read_model_config(workload.fields, workload.architecture)
+    model = build_random_model(config, family, dtype=dtype, device=device).train()
+    freeze_selection_biases(model)
+    flops = count_flops(model, workload.length // workload.documents).training
+    if candidate != TRANSFORMERS:
+        return LossModule(model, CONFIG.loss), model, flops
+    del model
+    other = build_transformers_model(workload, dtype, device)
+    return TransformersLoss(other), other, flops
 
 
 def _time(run: Callable[[], Any]) -> float:
@@ -258,14 +287,19 @@ def _reset(device: str) -> None:
 def format_table(rows: list[Row]) -> str:
     """A line a candidate, with its speed beside torch.compile's."""
     header = ["model", "candidate", "tokens/s", "MFU", "step", "kernels", "host", "memory", "first"]
-    lines = [[*header, "× torch.compile"]]
-    base = {row["model"]: row for row in rows if row["candidate"] == INDUCTOR}
+    others = [INDUCTOR, TRANSFORMERS]
+    lines = [[*header, *(f"× {other}" for other in others)]]
+    speeds = {
+        (row["model"], row["candidate"]): row.get("tokens_per_second")
+        for row in rows
+        if row["recipe"] == "none"
+    }
     for row in rows:
         name = row["candidate"] + ("" if row["recipe"] == "none" else f", {row['recipe']}")
         if "error" in row:
-            lines.append([row["model"], name, "failed", *[""] * 7])
+            lines.append([row["model"], name, "failed", *[""] * 8])
             continue
-        other = base.get(row["model"], {}).get("tokens_per_second")
+        bases = [speeds.get((row["model"], other)) for other in others]
         kernels, wall = row["kernel_ms"], row["wall_ms"]
         lines.append(
             [
@@ -278,7 +312,7 @@ def format_table(rows: list[Row]) -> str:
                 "" if kernels is None else f"{max(0.0, 1 - kernels / wall):.0%}",
                 f"{row['memory_bytes'] / 2**30:.1f} GiB",
                 f"{row['first_seconds']:.1f} s",
-                "" if not other else f"{row['tokens_per_second'] / other:.2f}",
+                *("" if not base else f"{row['tokens_per_second'] / base:.2f}" for base in bases),
             ]
         )
     return results.format_table(lines)

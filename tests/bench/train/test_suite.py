@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,32 @@ def test_candidates_have_the_same_loss(documents: int) -> None:
     assert rows[0]["tokens"] == 128 and all(row["tokens_per_second"] > 0 for row in rows)
     table = suite.format_table(rows)
     assert "eager" in table and "fulgurite" in table
+
+
+@pytest.mark.parametrize(
+    "architecture, fields", [("LlamaForCausalLM", NANO), ("Qwen3MoeForCausalLM", NANO_MOE)]
+)
+def test_the_model_of_transformers_trains(
+    architecture: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eagerly: its loss of random tokens falls, and all its weights change."""
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    workload = Workload("x", architecture, fields | SMALL, 2, 16)
+    step, batches, flops = suite.make_train_step(workload, suite.TRANSFORMERS, "none", "cpu")
+    before = {name: weight.clone() for name, weight in step.model.named_parameters()}
+    losses = [step(number, batches).loss for number in range(1, 9)]
+    assert losses[0] == pytest.approx(math.log(128), rel=0.05) and losses[-1] < losses[0]
+    assert flops > 0
+    for name, weight in step.model.named_parameters():
+        assert "experts" in name or not torch.equal(weight, before[name]), name
+
+
+def test_packed_documents_are_not_for_transformers() -> None:
+    names = [
+        [name for name, _ in suite.list_candidates(workload)]
+        for workload in make_workloads("cuda", True)
+    ]
+    assert suite.TRANSFORMERS in names[0] and suite.TRANSFORMERS not in names[1]
 
 
 def test_a_failed_candidate_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
