@@ -27,9 +27,11 @@ STEPS = 3  # after a save: the copy ends during the first of them
 SAVES = 3
 
 
-def measure_stall(name: str, step: TrainStep, run: Callable[[], Any]) -> Iterator[Row]:
+def measure_stall(
+    name: str, step: TrainStep, run: Callable[[], Any], warmup_steps: int
+) -> Iterator[Row]:
     """A row for each save; `run` is one step."""
-    for _ in range(3):
+    for _ in range(warmup_steps):
         run()
     base = statistics.median(_time_steps(run) for _ in range(3))
     state = training_state(step.model, step.optimizer)

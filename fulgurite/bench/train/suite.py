@@ -168,7 +168,7 @@ def measure_stalls(device: str, quick: bool) -> Iterator[Row]:
         step, batches, _ = make_train_step(workload, OURS, "none", device)
         counter = itertools.count()
         run = partial(_run_next, step, counter, batches)
-        yield from measure_stall(workload.name, step, run)
+        yield from measure_stall(workload.name, step, run, WARMUP_STEPS[device])
         del step, batches, run
         _reset(device)
 

@@ -58,6 +58,24 @@ def read_pointer(table, like, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def join_low_bits(weight, low):
+    """The float32 master weight of a bfloat16 weight and its low bits."""
+    high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (high + low.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_low_bits(master):
+    """The bfloat16 weight, rounded to nearest, and its low bits; infinities and NaNs keep their kind."""
+    bits = master.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    is_finite = tl.abs(master) < float("inf")
+    rounded = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    weight = tl.where(is_finite, rounded, master.to(tl.bfloat16))
+    return weight, tl.where(is_finite, bits - (upper << 16), 0).to(tl.int16)
+
+
+@triton.jit
 def adamw_kernel(
     addresses,
     sizes,
@@ -89,9 +107,8 @@ def adamw_kernel(
     for block in range(0, tl.minimum(size - start, CHUNK), BLOCK):
         offsets = tl.multiple_of(start, BLOCK) + block + tl.arange(0, BLOCK)
         mask = offsets < size
-        high = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.int16, bitcast=True)
-        rest = tl.load(low + offsets, mask=mask, other=0).to(tl.int32)
-        master = ((high.to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
+        stored = tl.load(weight + offsets, mask=mask, other=0.0)
+        master = join_low_bits(stored, tl.load(low + offsets, mask=mask, other=0))
         g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(first + offsets, mask=mask, other=0.0)
         v = tl.load(second + offsets, mask=mask, other=0.0)
@@ -100,14 +117,9 @@ def adamw_kernel(
         master = master * shrink - rate * m / (tl.sqrt(v) / root + epsilon)
         tl.store(first + offsets, m, mask=mask)
         tl.store(second + offsets, v, mask=mask)
-        bits = master.to(tl.int32, bitcast=True)
-        upper = (bits + 0x8000) >> 16
-        is_finite = tl.abs(master) < float("inf")
-        rounded = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        new = tl.where(is_finite, rounded, master.to(tl.bfloat16))
-        tl.store(weight + offsets, new, mask=mask)
-        rest = tl.where(is_finite, bits - (upper << 16), 0)
-        tl.store(low + offsets, rest.to(tl.int16), mask=mask)
+        stored, rest = split_low_bits(master)
+        tl.store(weight + offsets, stored, mask=mask)
+        tl.store(low + offsets, rest, mask=mask)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,12 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.integer_math import cdiv
-from fulgurite.kernels.optimizer.triton_adamw import FLOATS, AdamWStep
+from fulgurite.kernels.optimizer.triton_adamw import (
+    FLOATS,
+    AdamWStep,
+    join_low_bits,
+    split_low_bits,
+)
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 BLOCK = 128  # elements of a row that share a scale
@@ -198,21 +203,14 @@ def packed_adamw_kernel(
     stored = tl.load(weight + offsets, mask=mask, other=0.0)
     w = stored.to(tl.float32)
     if WEIGHT == 1:
-        rest = tl.load(low + offsets, mask=mask, other=0).to(tl.int32)
-        high = stored.to(tl.int16, bitcast=True).to(tl.int32)
-        w = ((high << 16) + rest).to(tl.float32, bitcast=True)
+        w = join_low_bits(stored, tl.load(low + offsets, mask=mask, other=0))
     w = w * shrink - rate * m / (tl.sqrt(v) / root + epsilon)
     if WEIGHT == 0:
         tl.store(weight + offsets, w, mask=mask)
     elif WEIGHT == 1:
-        bits = w.to(tl.int32, bitcast=True)
-        upper = (bits + 0x8000) >> 16
-        is_finite = tl.abs(w) < float("inf")
-        rounded = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(weight + offsets, tl.where(is_finite, rounded, w.to(tl.bfloat16)), mask=mask)
-        tl.store(
-            low + offsets, tl.where(is_finite, bits - (upper << 16), 0).to(tl.int16), mask=mask
-        )
+        stored, rest = split_low_bits(w)
+        tl.store(weight + offsets, stored, mask=mask)
+        tl.store(low + offsets, rest, mask=mask)
     else:
         bits = hash_indices(key, row, column, middle, start0, start1, start2, DIMS)
         tl.store(weight + offsets, round_to_bfloat16(w, bits), mask=mask)

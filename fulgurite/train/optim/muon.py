@@ -16,6 +16,7 @@ result is that of one rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.optimizer import triton_muon
 from fulgurite.train.optim.adamw import (
     AdamW,
     Slot,
@@ -33,7 +35,7 @@ from fulgurite.train.optim.adamw import (
     write_states,
     write_weights,
 )
-from fulgurite.train.optim.shards import sharded_dims, wrap_like
+from fulgurite.train.optim.shards import read_local, sharded_dims, wrap_like
 from fulgurite.train.optim.states import read_state
 
 MOMENTUM = "momentum_buffer"
@@ -84,6 +86,9 @@ class Muon(AdamW):
         if group["algorithm"] != "muon":
             super().update(slots, group)
             return
+        slots = self._update_by_kernels(slots, group)
+        if not slots:
+            return
         weights = read_weights(slots)
         gradients = read_gradients(slots, weights)
         momenta = [read_state(slot.state, MOMENTUM) for slot in slots]
@@ -95,10 +100,36 @@ class Muon(AdamW):
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         for part in self._split_batches(slots):
             results = orthogonalize([slots[i] for i in part], [updates[i] for i in part])
+            scale = update_scale(slots[part[0]])
             for i, result in zip(part, results, strict=True):
-                scale = RMS_OF_ADAMW * max(slots[i].parameter.shape[-2:]) ** 0.5
                 weights[i].add_(result.to(weights[i].dtype), alpha=-rate * scale)
         write_weights(slots, weights)
+
+    def _update_by_kernels(self, slots: Sequence[Slot], group: dict[str, Any]) -> list[Slot]:
+        """Update whole matrices on a GPU, a few launches for all of one shape; returns the other slots.
+
+        Those have momenta in 8 or 16 bit, weights that are rounded stochastically, or split matrices.
+        """
+        found = [(slot, make_muon_weight(slot)) for slot in slots]
+        taken = [(slot, weight) for slot, weight in found if weight is not None]
+        own = [slot for slot, _ in taken]
+        batches = [[taken[i] for i in part] for part in self._split_batches(own)]
+        stacks = [stack_updates([slot for slot, _ in batch]) for batch in batches]
+        triton_muon.add_momentum(
+            [weight for batch in batches for _, weight in batch],
+            [update for _, updates in stacks for update in updates],
+            self.momentum,
+        )
+        rate = float(group["lr"])
+        for batch, (stack_NRC, _) in zip(batches, stacks, strict=True):
+            parts = newton_schulz(stack_NRC).split([count_matrices(slot) for slot, _ in batch])
+            triton_muon.apply_updates(
+                [weight for _, weight in batch],
+                parts,
+                1 - rate * group["weight_decay"],
+                rate * update_scale(batch[0][0]),
+            )
+        return [slot for slot, weight in found if weight is None]
 
     def _split_batches(self, slots: Sequence[Slot]) -> list[list[int]]:
         """Indices of slots that are orthogonalized together: the same matrices and sharding."""
@@ -113,6 +144,40 @@ class Muon(AdamW):
             key = (parameter.shape[-2:], where) if self.batched else index
             batches.setdefault(key, []).append(index)
         return list(batches.values())
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def make_muon_weight(slot: Slot) -> triton_muon.MuonWeight | None:
+    """The tensors of the kernels; None: they don't take them."""
+    if not has_kernels(slot.weight.device) or splits_matrices(slot.parameter):
+        return None
+    low = slot.state.get("master_low")
+    if low is not None:
+        low = read_local(low)
+    momentum = read_local(slot.state[MOMENTUM])
+    weight = triton_muon.MuonWeight(slot.weight, low, slot.gradient, momentum)
+    return weight if weight.can_run() else None
+
+
+def stack_updates(slots: Sequence[Slot]) -> tuple[Tensor, list[Tensor]]:
+    """A batch for the updates of slots, not initialized, and the part of each slot."""
+    counts = [count_matrices(slot) for slot in slots]
+    weight = slots[0].weight
+    size = sum(counts), *weight.shape[-2:]
+    stack_NRC = torch.empty(size, dtype=MATMUL_DTYPES["cuda"], device=weight.device)
+    return stack_NRC, list(stack_NRC.split(counts))
+
+
+def count_matrices(slot: Slot) -> int:
+    return math.prod(slot.weight.shape[:-2])
+
+
+def update_scale(slot: Slot) -> float:
+    """The factor of an orthogonalized update: it has the size of one of AdamW."""
+    return RMS_OF_ADAMW * float(max(slot.parameter.shape[-2:])) ** 0.5
 
 
 def splits_matrices(parameter: Tensor) -> bool:
@@ -145,14 +210,14 @@ def newton_schulz(matrices_NRC: Tensor) -> Tensor:
     """The nearest matrices with singular values near 1, by five steps of a quintic iteration."""
     a, b, c = COEFFICIENTS
     is_tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]
-    x = matrices_NRC.mT if is_tall else matrices_NRC
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / norms.clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        gram = torch.bmm(x, x.mT)
+    norms = torch.linalg.vector_norm(matrices_NRC, dim=(-2, -1), keepdim=True)
+    x = matrices_NRC / norms.clamp(min=1e-7)
+    for _ in range(ITERATIONS):  # the Gram matrix of the shorter side
+        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+        factors = (x, polynomial) if is_tall else (polynomial, x)
+        x = torch.baddbmm(x, *factors, beta=a)
+    return x
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

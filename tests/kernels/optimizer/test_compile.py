@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fulgurite.fuser.lowering import has_triton
-from fulgurite.kernels.optimizer import triton_adamw, triton_scale
+from fulgurite.kernels.optimizer import triton_adamw, triton_muon, triton_scale
 from fulgurite.kernels.optimizer.triton_adamw import AdamWStep, MasterWeight
 
 pytestmark = pytest.mark.skipif(
@@ -45,3 +45,27 @@ def test_scale_of_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_scale.scale_in_place([torch.zeros(64).bfloat16()] * 3, torch.ones(()))
     (compiled,) = kernel.kernels
     assert count_accesses(compiled.asm["ptx"], "v4") >= 2
+
+
+@pytest.mark.parametrize("has_low", [True, False])
+def test_muon_of_many_matrices(
+    has_low: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tests.kernels.compile_support import compile_launches, stack_bytes  # needs Triton
+
+    kernels = compile_launches(triton_muon, monkeypatch)
+    floats = [torch.zeros(8, 8) for _ in range(2)]
+    weight, low = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int16)
+    made = triton_muon.MuonWeight(
+        weight.bfloat16() if has_low else weight,
+        low if has_low else None,
+        floats[0].bfloat16(),
+        floats[1],
+    )
+    update = torch.zeros(8, 8).bfloat16()
+    triton_muon.add_momentum([made] * 3, [update] * 3, 0.9)
+    triton_muon.apply_updates([made] * 3, [update] * 3, 0.99, 0.1)
+    for kernel in kernels:
+        (compiled,) = kernel.kernels
+        assert stack_bytes(compiled, tmp_path) == 0
+        assert count_accesses(compiled.asm["ptx"], "v4") >= 3
