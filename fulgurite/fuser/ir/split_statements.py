@@ -99,8 +99,11 @@ def split_statements(region: Region, roots: set[str]) -> Region:
 
 
 def _is_splittable(s: Statement) -> bool:
-    is_pointwise = s.reduction is None and s.scan is None and s.scatter is None
-    return is_pointwise and not s.tensor.is_view_as_real and not s.tensor.is_empty
+    return _is_pointwise(s) and not s.tensor.is_view_as_real and not s.tensor.is_empty
+
+
+def _is_pointwise(s: Statement) -> bool:
+    return s.reduction is None and s.scan is None and s.scatter is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class _Splitter:
 
         def inline(part: Expression) -> Expression | None:
             s = self.statements.get(part.name) if isinstance(part, Load) else None
-            if s is None or not isinstance(s.expression, Constant) or s.reduction is not None:
+            if s is None or not isinstance(s.expression, Constant) or not _is_pointwise(s):
                 return None
             return _round_constant(s.expression, s.tensor.dtype)
 

@@ -28,6 +28,7 @@ class Program:
         self.lines: list[str] = []
         steps = (self.unary, self.binary, self.cat, self.cat, self.cat, self.stack, self.narrow)
         others = (self.rotate, self.pad, self.transpose, self.reduce, self.scatter)
+        others += (self.constant, self.index_add)
         for _ in range(self.random.randint(4, 9)):
             name = self.random.choice(list(self.shapes)[-4:])
             found = self.random.choice(steps + others)(name, self.shapes[name])
@@ -106,6 +107,16 @@ class Program:
         kind = self.random.choice(("softmax({})", "cumsum({}) * 0.1", "sum({}, True) * 0.1"))
         sizes = (*shape[:dim], 1, *shape[dim + 1 :]) if "sum({}, " in kind else shape
         return f"{a}.{kind.format(dim)}", sizes
+
+    def constant(self, a: str, shape: tuple[int, ...]) -> Any:
+        return f"torch.full_like({a}, {self.random.choice((0, 1, -0.5))})", shape
+
+    def index_add(self, a: str, shape: tuple[int, ...]) -> Any:
+        """To a value, or to a constant: its initial values are then numbers."""
+        dim = self.dim(shape)
+        base = a if self.random.random() < 0.3 else f"torch.zeros_like({a})"
+        index = f"torch.arange({shape[dim]}, device={a}.device) * 2 % {max(1, shape[dim] - 1)}"
+        return f"{base}.index_add({dim}, {index}, {self.pick(shape)}) * 0.5", shape
 
     def scatter(self, a: str, shape: tuple[int, ...]) -> Any:
         dim = self.dim(shape)

@@ -343,3 +343,25 @@ def test_value_that_another_kernel_recomputes(always_split: None) -> None:
         return (torch.tanh(torch.cat((x, y.half()), 2)) * 0.7).softmax(0)
 
     check_fused(function, *make_pair(2, 3, 4))
+
+
+@pytest.mark.parametrize("kind", ["scatter_add", "index_copy", "cumsum", "sum", "fill"])
+def test_parts_that_start_from_numbers(kind: str, always_split: None) -> None:
+    """Zeros that values are added to at computed indices are no constant."""
+
+    def make(x: Tensor, index: Tensor) -> Tensor:
+        if kind == "scatter_add":
+            return torch.zeros_like(x).scatter_add(0, index, x)
+        if kind == "index_copy":
+            return torch.ones_like(x).index_copy(0, index.sort().values, x)
+        if kind == "cumsum":
+            return torch.ones_like(x).cumsum(0)
+        if kind == "sum":
+            return torch.ones_like(x).sum(0, keepdim=True)
+        return torch.full_like(x, 0.3)
+
+    def function(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        parts = make(x, index), make(y, index)
+        return torch.cat(parts), torch.stack(parts) * 2
+
+    check_fused(function, *make_pair(12), torch.randperm(12))
