@@ -24,6 +24,7 @@ Shapes: T tokens; D hidden size; E experts; k experts per token; I intermediate 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +32,27 @@ from torch import Tensor, nn
 from fulgurite.kernels.common.multi_stream import can_overlap, run_overlapped
 from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, GatedActivation
+from fulgurite.kernels.gemm.float32_linear import float32_linear
 from fulgurite.kernels.gemm.fused_projections import fused_gate_up
 from fulgurite.kernels.gemm.modules import default_activation_format, without_batch_scale
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.moe.ops import fused_experts, run_sorted_rows
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
-from fulgurite.kernels.moe.routing import is_small_batch, route_tokens
+from fulgurite.kernels.moe.routing import is_small_batch, route, route_tokens
 from fulgurite.models.blocks import GatedMLP, ResidualBlock, project_add
 from fulgurite.models.config import ModelConfig, MoEConfig
 from fulgurite.models.norms import RMSNorm
 from fulgurite.quant import QuantTensor
 
 RoutingFunction = Callable[[MoEConfig], RouterConfig]
-RouteObserver = Callable[["Router", Tensor, RmsNormArgs | None, Routes], None]
+
+
+class RouteObserver(Protocol):
+    """Sees the routes of a router; with `needs_logits` also its logits, float32 [T, E]."""
+
+    needs_logits: bool
+
+    def __call__(self, router: Router, routes: Routes, logits_TE: Tensor | None) -> None: ...
 
 
 def softmax_then_topk(config: MoEConfig) -> RouterConfig:
@@ -95,7 +104,7 @@ class Router(nn.Module):
 
     `bias` is added to the logits. `correction_bias`, always float32, affects only the selection.
     `float32`: the weight is float32 in a model of any dtype, as some checkpoints store it.
-    `observer`: if set, is called with the router, its input, the norm of it, and the routes.
+    `observer`: if set, is called for each forward.
     """
 
     observer: RouteObserver | None = None
@@ -121,9 +130,15 @@ class Router(nn.Module):
             )
 
     def forward(self, x_TD: Tensor, norm: RmsNormArgs | None = None) -> Routes:
+        if self.observer is not None and self.observer.needs_logits:
+            x_TD = x_TD if norm is None else elementwise.rms_norm(x_TD, *norm)
+            logits_TE = float32_linear(x_TD, self.weight, self.bias)
+            routes = route(logits_TE, self.config, self.correction_bias)
+            self.observer(self, routes, logits_TE)
+            return routes
         routes = route_tokens(x_TD, self.weight, self.config, self.bias, self.correction_bias, norm)
         if self.observer is not None:
-            self.observer(self, x_TD, norm, routes)
+            self.observer(self, routes, None)
         return routes
 
 

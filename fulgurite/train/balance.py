@@ -28,14 +28,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.elementwise.ops import rms_norm
-from fulgurite.kernels.gemm.reference import upcast
-from fulgurite.kernels.moe.router_config import RmsNormArgs, Routes
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.moe import Router
 from fulgurite.train.config import LossSection
 from fulgurite.train.optim.shards import read_local
@@ -68,12 +65,11 @@ def choose_balance(model: nn.Module, section: LossSection) -> str:
 
 @dataclass(frozen=True)
 class RouteRecord:
-    """What one router got and selected; `x_TD` only where its scores are needed."""
+    """What one router selected; its logits only where its scores are needed."""
 
     router: Router
     experts_Tk: Tensor
-    x_TD: Tensor | None
-    norm: RmsNormArgs | None
+    logits_TE: Tensor | None
 
 
 class RouteRecorder:
@@ -86,7 +82,7 @@ class RouteRecorder:
     def __init__(self, model: nn.Module, documents_BT: Tensor | None, needs_scores: bool) -> None:
         self.routers = find_routers(model)
         self.keep_T = None if documents_BT is None else documents_BT.flatten() >= 0
-        self.needs_scores = needs_scores
+        self.needs_logits = needs_scores
         # Set where ranks have parts of a sequence (parallel/context.py).
         self.sum_over_context: Callable[[Tensor], Tensor] | None = getattr(
             model, "sum_over_context", None
@@ -95,7 +91,7 @@ class RouteRecorder:
 
     def __enter__(self) -> RouteRecorder:
         for router in self.routers:
-            router.observer = self.observe
+            router.observer = self
         return self
 
     def __exit__(
@@ -107,19 +103,17 @@ class RouteRecorder:
         for router in self.routers:
             router.observer = None
 
-    def observe(
-        self, router: Router, x_TD: Tensor, norm: RmsNormArgs | None, routes: Routes
-    ) -> None:
+    def __call__(self, router: Router, routes: Routes, logits_TE: Tensor | None) -> None:
         """Record one router. A router that backward runs again is not recorded again."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             return
-        if self.keep_T is not None and len(self.keep_T) != x_TD.shape[0]:
+        tokens = routes.experts_Tk.shape[0]
+        if self.keep_T is not None and len(self.keep_T) != tokens:
             raise ArgumentError(
-                f"a router got {x_TD.shape[0]} tokens, and documents_BT has {len(self.keep_T)}",
+                f"a router got {tokens} tokens, and documents_BT has {len(self.keep_T)}",
                 next="pass the documents of the tokens that this rank computes",
             )
-        kept_x = x_TD if self.needs_scores else None
-        self.records.append(RouteRecord(router, routes.experts_Tk, kept_x, norm))
+        self.records.append(RouteRecord(router, routes.experts_Tk, logits_TE))
 
     def load_LE(self) -> Tensor | None:
         """Tokens of each expert of each layer, int64; None: the model has no experts."""
@@ -130,12 +124,12 @@ class RouteRecorder:
         """The auxiliary loss of all layers, float32, not weighted; None: no experts."""
         if not self.records:
             return None
-        assert self.needs_scores, "record_routes(..., needs_scores=True) for an auxiliary loss"
+        assert self.needs_logits, "record_routes(..., needs_scores=True) for an auxiliary loss"
         score_sums: list[Tensor] = []
         tokens: Tensor | int = 0
         for record in self.records:
-            assert record.x_TD is not None, "needs_scores keeps x"
-            scores_TE = score_experts(record.router, record.x_TD, record.norm)
+            assert record.logits_TE is not None, "needs_scores keeps logits"
+            scores_TE = score_experts(record.router, record.logits_TE)
             if self.keep_T is not None:
                 scores_TE = torch.where(self.keep_T[:, None], scores_TE, 0.0)
             score_sums.append(scores_TE.sum(0))
@@ -179,11 +173,8 @@ def count_tokens(experts_Tk: Tensor, num_experts: int, keep_T: Tensor | None) ->
     return counts_E.scatter_add(0, experts_Tk.flatten(), ones_Tk.flatten())
 
 
-def score_experts(router: Router, x_TD: Tensor, norm: RmsNormArgs | None = None) -> Tensor:
+def score_experts(router: Router, logits_TE: Tensor) -> Tensor:
     """The probability of each expert, [T, E]: softmax, or sigmoids divided by their sum."""
-    x_TD = x_TD if norm is None else rms_norm(x_TD, *norm)
-    bias_E = None if router.bias is None else upcast(router.bias)
-    logits_TE = F.linear(upcast(x_TD), upcast(router.weight), bias_E)
     if not router.config.is_sigmoid:
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()

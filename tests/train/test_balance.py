@@ -186,7 +186,7 @@ def test_loss_equals_transformers(padding):
 
 def test_sigmoid_scores_are_probabilities_and_an_even_load_costs_least():
     router = find_routers(make_model())[0]
-    scores = score_experts(router, torch.randn(5, 32))
+    scores = score_experts(router, torch.randn(5, 8))
     torch.testing.assert_close(scores.sum(-1), torch.ones(5))
     even = balance_loss([torch.full((8,), 4)], [torch.full((8,), 2.0)], 16)
     assert even.item() == pytest.approx(2.0)  # experts of a token

@@ -29,16 +29,13 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
 from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.ops import rms_norm
-from fulgurite.kernels.gemm.dense_linear import dense_linear
-from fulgurite.kernels.gemm.reference import upcast
+from fulgurite.kernels.gemm.float32_linear import float32_linear
 from fulgurite.kernels.moe import cpu, reference, triton_routing, triton_small_batch_routing
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
 from fulgurite.kernels.tuning import heuristics_for
@@ -106,9 +103,7 @@ def route_tokens(
         routes = NotImplemented if kernel is None else kernel(*arguments, config)
         if routes is not NotImplemented:
             return Routes(*routes)
-    bias = None if bias_E is None else upcast(bias_E)
-    linear = dense_linear if is_deterministic() else F.linear
-    return route(linear(upcast(x_TD), upcast(weight_ED), bias), config, correction_bias_E)
+    return route(float32_linear(x_TD, weight_ED, bias_E), config, correction_bias_E)
 
 
 def _check_biases(experts: int, *biases: Tensor | None) -> None:

@@ -115,7 +115,7 @@ class Program:
         """To a value, or to a constant: its initial values are then numbers."""
         dim = self.dim(shape)
         base = a if self.random.random() < 0.3 else f"torch.zeros_like({a})"
-        index = f"torch.arange({shape[dim]}, device={a}.device) * 2 % {max(1, shape[dim] - 1)}"
+        index = f"torch.arange({a}.shape[{dim}], device={a}.device) * 2 % {max(1, shape[dim] - 1)}"
         return f"{base}.index_add({dim}, {index}, {self.pick(shape)}) * 0.5", shape
 
     def scatter(self, a: str, shape: tuple[int, ...]) -> Any:
