@@ -51,6 +51,8 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
     """Describes every statement in terms of loops, by name."""
     ids = assign_loop_ids(region)
     axes_of = {s.name: s.axes for s in region.statements}
+    initial_reads = {s.name: _find_initial_reads(s) for s in region.statements}
+    in_memory = frozenset().union(*initial_reads.values())
     found: dict[str, StatementInfo] = {}
     for s in region.statements:
         over = s.reduction.axes if s.reduction else ()
@@ -66,12 +68,18 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
                 tuple(axis.size for axis in (s.loop_axes if s.scatter else s.all_axes))
             ),
             not (s.loads or s.reduction or s.scan or s.scatter)
+            and s.name not in in_memory
             and cost.count_flops(s) <= (MAX_COPY_FLOPS if len(s.axes) > 1 else MAX_TABLE_FLOPS),
-            frozenset(load.name for load in collect_loads(s.expression)) if s.scatter else NO_READS,
+            initial_reads[s.name],
             frozenset(ids[(s.name, axis)] for axis in _rank_axes(s)),
             _count_repeated_reads(s),
         )
     return found
+
+
+def _find_initial_reads(s: Statement) -> frozenset[str]:
+    """Returns what an indexed store copies before it stores."""
+    return frozenset(load.name for load in collect_loads(s.expression)) if s.scatter else NO_READS
 
 
 def _count_repeated_reads(s: Statement) -> tuple[tuple[str, int], ...]:
