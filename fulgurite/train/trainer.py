@@ -22,6 +22,7 @@ from fulgurite.logs import LOG
 from fulgurite.trace.source import write_atomically
 from fulgurite.train.batch import Batch
 from fulgurite.train.checkpoint import CheckpointManager, training_state
+from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import to_toml
 from fulgurite.train.data import Loader, prepare_tokenizer
@@ -37,11 +38,11 @@ from fulgurite.train.receipt import Receipt
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
+from fulgurite.train.supervisor import CONFIG
 from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
-CONFIG = "config.toml"
 LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 
@@ -286,6 +287,7 @@ def train(config: TrainConfig) -> RunResult:
     """A whole run on this rank: it goes on from the newest checkpoint of `config.output`."""
     config = resolve(config)
     assert config.output is not None, "a run has a folder"
+    check_run(config)
     folder = Path(config.output)
     parts = build_parts(config)
     view = make_view(config.log, config.steps or 1) if parts.is_first else None

@@ -62,7 +62,7 @@ def find_shape(
     num_tokens = host.num_tokens
     if num_tokens > TOKEN_MULTIPLE:
         num_tokens = -(-num_tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    num_sequences = block_manager.block_tables[0].shape[0] + 1
+    num_sequences = block_manager.num_rows + 1
     if num_tokens == num_sequences:  # is no decode step
         num_sequences += 1
     return StepShape(num_tokens, num_sequences)
@@ -82,8 +82,7 @@ class RecordedStep:
         self.model, self.kv_cache, self.shape = model, kv_cache, shape
         self.last_tokens_W = last_tokens_W
         tokens, sequences = shape
-        tables = block_manager.block_tables
-        groups, columns = len(tables), tables[0].shape[1]
+        groups, columns = len(block_manager.groups), block_manager.num_columns
         layout: BufferLayout = {
             "token_ids": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),
