@@ -45,6 +45,7 @@ from fulgurite.train.sizes import SIZES
 from fulgurite.train.supervisor import CONFIG, supervise
 from fulgurite.train.trainer import CHECKPOINTS, hash_data, replay, train
 from fulgurite.train.verify import verify_run
+from fulgurite.train.view import name_figure
 
 RUNS = Path("runs")
 CONFIG_SUFFIXES = (".toml", ".py")
@@ -265,6 +266,7 @@ def print_summary(config: TrainConfig, result: RunResult) -> None:
         figures.append(f"validation {result.validation_loss:.3f}")
     if result.bits_per_byte is not None:
         figures.append(f"{result.bits_per_byte:.3f} bits/byte")
+    figures += [f"{name_figure(name)} {value:.3g}" for name, value in result.task.items()]
     if result.tokens_per_second is not None:
         figures.append(f"{result.tokens_per_second:,.0f} tokens/s")
     if result.skipped:

@@ -319,6 +319,7 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
         tokens_per_second=None if record is None else record.tokens_per_second,
         skipped=trainer.skipped,
         export=None if export is None else str(export),
+        task={} if record is None else dict(record.task),
     )
     if parts.is_first:
         result = keep_figures(result) if record is None else result
