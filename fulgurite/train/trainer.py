@@ -62,6 +62,7 @@ class Trainer:
         self.steps = config.steps
         self.step = 0
         self.skipped = 0
+        self.skip_cause: str | None = None  # of the last steps, if they were not finite
         self.record: StepRecord | None = None
         self.evaluation: Evaluation | None = None
         self.run_step = TrainStep(
@@ -124,14 +125,18 @@ class Trainer:
                 stack.enter_context(_closing(writer))
             profiler = stack.enter_context(_closing(StepProfiler(self.config.log.profile, folder)))
             stop = stack.enter_context(StopRequest(self.layout.rank, self.layout.world_size))
-            meter, saved = self._make_meter(), self.step
+            meter, saved, is_due = self._make_meter(), self.step, False
             while self.step < self.steps:
                 profiler.before(self.step)
                 self._run_one(loader, meter, writer, receipt)
                 heartbeat.beat(self.step)
                 manager.check()
                 should_stop = stop.poll()
-                if _is_due(section.every, self.step) or should_stop or self.step == self.steps:
+                is_due = is_due or _is_due(section.every, self.step)
+                # weights that give no finite loss would replace the checkpoint to go back to
+                can_wait = self.skip_cause is not None
+                if (is_due and not can_wait) or should_stop or self.step == self.steps:
+                    is_due = False
                     manager.save(self.step, self.state_dict())
                     meter.skip_time()
                     saved = self.step
@@ -156,6 +161,8 @@ class Trainer:
             self.parts.compiled_layers.report()
         if result.is_skipped:
             self._report_skip(result, batches)
+        else:
+            self.skip_cause = None
         record = meter.measure(self.step, result)
         if self.parts.task is not None:
             record = replace(record, task=self.parts.task.metrics())
@@ -188,9 +195,11 @@ class Trainer:
     def _report_skip(self, result: StepResult, batches: Sequence[Batch]) -> None:
         """Say what was not finite; end the run if it was too often."""
         self.skipped += 1
-        cause = "ranks share the model; run the step on one rank to name the op"
-        if self._runs_alone():
-            cause = name_nonfinite(self.parts.eager, batches)
+        if self.skip_cause is None:  # of the first one in a row: naming runs the step op by op
+            self.skip_cause = "ranks share the model; run the step on one rank to name the op"
+            if self._runs_alone():
+                self.skip_cause = name_nonfinite(self.parts.eager, batches)
+        cause = self.skip_cause
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
         LOG.warning("%s; skipped: %s", text, cause)
@@ -199,8 +208,8 @@ class Trainer:
             raise NonFiniteError(
                 f"{self.skipped} steps were not finite; {text}",
                 cause=cause,
-                next="lower optimizer.learning_rate, or raise log.max_nonfinite "
-                f"(now {limit}); the last checkpoint is whole",
+                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit}); the "
+                "last checkpoint is whole, and of a step that was finite",
             )
 
     def _runs_alone(self) -> bool:
