@@ -211,9 +211,12 @@ def choose_vocab_size(config: TrainConfig, tokenizer: Tokenizer) -> int:
 
 def add_token_fields(built: BuiltModel, tokenizer: Tokenizer) -> BuiltModel:
     """Fields of config.json that the tokenizer decides, where the model has none."""
-    stops = list(tokenizer.stop_ids)
+    stops, special = list(tokenizer.stop_ids), tokenizer.special_tokens
+    ids = {name: tokenizer.token_id(token) for name, token in special.items() if token is not None}
+    end = ids.get("eos_token", stops[0] if stops else None)
     found: Mapping[str, Any] = {
-        "bos_token_id": tokenizer.bos_id,
+        "bos_token_id": end if tokenizer.bos_id is None else tokenizer.bos_id,  # after a document
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": ids.get("pad_token"),
     }
     return BuiltModel(built.model, built.family, {**found, **built.fields})
