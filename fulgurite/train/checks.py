@@ -86,6 +86,8 @@ def check_log(config: TrainConfig) -> None:
             raise ArgumentError(
                 f"log.{name} needs the {package} package", next=f"pip install {package}"
             )
+    if section.explain and not config.compile:
+        raise ArgumentError("log.explain = true needs compile = true", next="leave out log.explain")
     first, _ = parse_range(section.profile)
     assert config.steps is not None, "the config is resolved"
     if section.profile is not None and first >= config.steps:

@@ -24,7 +24,7 @@ from fulgurite.train.view import format_bytes, format_duration, name_figure
 from fulgurite.version import VERSION
 
 FILE = "report.html"
-CONFIG_FILE, RECEIPT_FILE = "config.toml", "receipt.json"
+CONFIG_FILE, RECEIPT_FILE, EXPLANATION_FILE = "config.toml", "receipt.json", "explain.txt"
 MAX_SKIPPED = 20  # skipped steps that are listed
 
 
@@ -52,7 +52,8 @@ def render_report(folder: Path, records: Sequence[StepRecord], sample: str | Non
         _make_evaluations(records),
         _make_sample(sample),
         _make_skipped(records),
-        _make_config(folder / CONFIG_FILE),
+        _make_text("Config", folder / CONFIG_FILE),
+        _make_text("Compiled step", folder / EXPLANATION_FILE),
         _make_receipt(receipt),
     ]
     style = resources.files("fulgurite.train").joinpath("report.css").read_text(encoding="utf-8")
@@ -263,13 +264,14 @@ def _make_sample(sample: str | None) -> Markup:
     return join_markup([make_element("h2", "Sample"), make_element("pre", sample)])
 
 
-def _make_config(path: Path) -> Markup:
+def _make_text(title: str, path: Path) -> Markup:
+    """A text file of the run, folded; nothing if there is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return Markup("")
     shown = make_element("details", make_element("summary", path.name), make_element("pre", text))
-    return join_markup([make_element("h2", "Config"), shown])
+    return join_markup([make_element("h2", title), shown])
 
 
 def _read_receipt(path: Path) -> dict[str, Any]:

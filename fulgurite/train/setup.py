@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fulgurite.compile import Compiled
 from fulgurite.compile import compile as compile_module
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
@@ -69,6 +70,14 @@ class Parts:
     flops: ModelFlops
     task: TuneTask | None = None
     compiled_layers: CompiledLayers | None = None
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """What was compiled: the loss or the layers; None: nothing."""
+        if self.compiled_layers is not None:
+            return self.compiled_layers.compiled
+        step: Any = self.loss_module
+        return None if step is self.eager else step
 
     @property
     def is_first(self) -> bool:

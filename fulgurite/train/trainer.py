@@ -35,6 +35,7 @@ from fulgurite.train.metrics import MetricsWriter, StepMeter, StepRecord
 from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
+from fulgurite.train.report import EXPLANATION_FILE
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
@@ -126,9 +127,14 @@ class Trainer:
             profiler = stack.enter_context(_closing(StepProfiler(self.config.log.profile, folder)))
             stop = stack.enter_context(StopRequest(self.layout.rank, self.layout.world_size))
             meter, saved, is_due = self._make_meter(), self.step, False
+            is_explained = False
             while self.step < self.steps:
                 profiler.before(self.step)
                 self._run_one(loader, meter, writer, receipt)
+                if self.config.log.explain and not is_explained:
+                    is_explained = True
+                    self._explain(folder)
+                    meter.skip_time()
                 heartbeat.beat(self.step)
                 manager.check()
                 should_stop = stop.poll()
@@ -217,6 +223,12 @@ class Trainer:
         section, layout = self.config.parallel, self.layout
         is_whole = section.data_shard == 1 and section.expert == 1
         return layout.world_size == 1 or (is_whole and not isinstance(layout, ModelParallelLayout))
+
+    def _explain(self, folder: Path) -> None:
+        """Write what was compiled, and why so."""
+        compiled = self.parts.compiled
+        if self.layout.rank == 0 and compiled is not None:
+            write_atomically(folder / EXPLANATION_FILE, f"{compiled.explain()}\n")
 
     def tell(self, label: str, text: str) -> None:
         if self.view is not None:

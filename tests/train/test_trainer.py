@@ -20,6 +20,7 @@ from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import override, read_config
 from fulgurite.train.finish import read_result, write_sample
 from fulgurite.train.metrics import read_metrics
+from fulgurite.train.report import write_report
 from fulgurite.train.setup import build_parts, resolve
 from fulgurite.train.trainer import Trainer, hash_data, replay, train
 from fulgurite.train.verify import verify_run
@@ -192,6 +193,17 @@ def test_the_op_is_named_once_in_a_row(config, monkeypatch):
     monkeypatch.setattr(trainer_file, "name_nonfinite", lambda *a: named.append(a) or "an op")
     trainer = run_with_skips(config, {2, 3, 5})
     assert trainer.skipped == 3 and len(named) == 2
+
+
+def test_the_compiled_step_is_explained(config):
+    log = replace(config.log, explain=True)
+    train(replace(config, steps=2, compile=True, log=log))
+    folder = Path(config.output)
+    text = (folder / "explain.txt").read_text()
+    assert "backward" in text and "linear_cross_entropy" in text
+    assert "Compiled step" in write_report(folder).read_text()
+    with pytest.raises(ArgumentError, match="needs compile = true"):
+        train(replace(config, log=log))
 
 
 def test_state_of_a_trainer_loads_into_another(config, tmp_path):
