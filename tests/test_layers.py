@@ -101,7 +101,8 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     ],
     "train": [
         {"__init__"},
-        {"config", "batch", "family_fields", "charts", "heartbeat", "profile", "remat", "stop"},
+        {"config", "batch", "family_fields", "charts", "heartbeat", "profile", "remat", "stop"}
+        | {"user_code"},
         {"config_limits"},
         {"config_file", "layout", "sizes", "flops", "nvfp4", "nonfinite"},
         {
@@ -119,6 +120,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
         {"accumulate"},
         {"step", "tune"},
         {"parallel"},
+        {"checks"},
         {"setup"},
         {"finish"},
         {"trainer"},

@@ -11,6 +11,7 @@ its name and the seed alone, not on the device or on how ranks share it.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 from dataclasses import dataclass
@@ -93,9 +94,13 @@ def get_dtype(name: str | None) -> torch.dtype:
 def read_model_config(fields: dict[str, Any], architecture: str) -> tuple[ModelFamily, ModelConfig]:
     """The family of an architecture, and its config from config.json fields."""
     if architecture not in ARCHITECTURES:
+        names = {name.lower(): name for name in ARCHITECTURES}
+        asked = architecture.lower().removesuffix("forcausallm") + "forcausallm"
+        near = difflib.get_close_matches(asked, names, n=1)
         raise ArgumentError(
             f"model.architecture={architecture!r} is not known",
-            next=f"one of {', '.join(sorted(ARCHITECTURES))}",
+            next=(f"did you mean {names[near[0]]}? " if near else "")
+            + f"one of {', '.join(sorted(ARCHITECTURES))}",
         )
     family = ARCHITECTURES[architecture]
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from fulgurite.errors import ArgumentError
 from fulgurite.train.checkpoint import list_checkpoints
+from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import (
     check_choices,
@@ -41,9 +42,10 @@ from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
-from fulgurite.train.supervisor import supervise
-from fulgurite.train.trainer import CHECKPOINTS, CONFIG, hash_data, replay, train
+from fulgurite.train.supervisor import CONFIG, supervise
+from fulgurite.train.trainer import CHECKPOINTS, hash_data, replay, train
 from fulgurite.train.verify import verify_run
+from fulgurite.train.view import name_figure
 
 RUNS = Path("runs")
 CONFIG_SUFFIXES = (".toml", ".py")
@@ -135,7 +137,8 @@ def run_train(options: argparse.Namespace) -> None:
         _run_drill(config, options.ranks)
         return
     config = choose_output(config, options.resume)
-    resolve(config, None if is_rank() else options.ranks)  # raises before a folder is made
+    world = None if is_rank() else options.ranks
+    check_run(resolve(config, world), world)  # raises before a folder is made
     create_output(config, is_new=options.resume is None and not is_rank())
     if is_rank():
         train(config)  # torchrun started this process
@@ -263,6 +266,7 @@ def print_summary(config: TrainConfig, result: RunResult) -> None:
         figures.append(f"validation {result.validation_loss:.3f}")
     if result.bits_per_byte is not None:
         figures.append(f"{result.bits_per_byte:.3f} bits/byte")
+    figures += [f"{name_figure(name)} {value:.3g}" for name, value in result.task.items()]
     if result.tokens_per_second is not None:
         figures.append(f"{result.tokens_per_second:,.0f} tokens/s")
     if result.skipped:
@@ -301,7 +305,9 @@ def _run_drill(config: TrainConfig, ranks: int) -> None:
     if config.output is None:
         config = choose_output(replace(config, size=config.size))
         config = replace(config, output=f"{config.output}-drill")
-    report = run_drill(config, ranks if ranks > 1 else DRILL_RANKS, train, seed=config.seed)
+    ranks = ranks if ranks > 1 else DRILL_RANKS
+    check_run(resolve(config, ranks), ranks)
+    report = run_drill(config, ranks, train, seed=config.seed)
     print(report.describe())
     if not report.has_passed:
         raise SystemExit(1)

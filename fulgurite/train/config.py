@@ -206,6 +206,7 @@ class LogSection:
         live: a live view in a terminal. None: if stdout is one.
         report: an HTML page at the end.
         profile: steps `A:B` to record with torch.profiler.
+        explain: write `explain.txt` after the first step: what was compiled, and why so.
         max_nonfinite: steps with a NaN or infinite loss or gradient to skip before the run stops.
     """
 
@@ -215,6 +216,7 @@ class LogSection:
     live: bool | None = None
     report: bool = True
     profile: str | None = None
+    explain: bool = False
     max_nonfinite: int = 10
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from fulgurite.errors import ArgumentError
 from fulgurite.train.config import TrainConfig
+from fulgurite.train.user_code import user_code
 
 NULL = "null"
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -74,15 +75,16 @@ def read_config(path: Path) -> TrainConfig:
     if path.suffix != ".toml":
         raise ArgumentError(f"{path} is no config file", next="its name ends in .toml or .py")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} can't be parsed: {error}", where=str(path)) from error
     return from_mapping(values, str(path))
 
 
 def _read_python(path: Path) -> TrainConfig:
-    found = runpy.run_path(str(path)).get("config")
-    config = found() if callable(found) else found
+    with user_code(str(path), next="repair the file, or give a .toml file"):
+        found = runpy.run_path(str(path)).get("config")
+        config = found() if callable(found) else found
     if not isinstance(config, TrainConfig):
         raise ArgumentError(
             f"{path} defines no config: `config` is {type(config).__name__}",
@@ -105,9 +107,9 @@ def override(config: TrainConfig, name: str, text: str) -> TrainConfig:
     for index, part in enumerate(path[:-1]):
         _check_name(section, part, ".".join(path[:index]), f"--{name}")
         value = getattr(section, part)
-        if isinstance(value, dict):  # model.fields.NAME
-            key = ".".join(path[index + 1 :])
-            return _rebuild(sections, section, part, {**value, key: parse_json(text)})
+        if isinstance(value, dict):  # model.fields.NAME, model.fields.rope_parameters.NAME
+            changed = _set_nested(value, path[index + 1 :], parse_json(text))
+            return _rebuild(sections, section, part, changed)
         if not is_dataclass(value):
             raise ArgumentError(f"{'.'.join(path[: index + 1])} has no fields", where=f"--{name}")
         sections.append((section, part))
@@ -118,6 +120,15 @@ def override(config: TrainConfig, name: str, text: str) -> TrainConfig:
         inside = ", ".join(f"--{name}.{field.name}" for field in fields(hint))
         raise ArgumentError(f"--{name} is a section", next=f"set one of its fields: {inside}")
     return _rebuild(sections, section, path[-1], parse_text(hint, text, name))
+
+
+def _set_nested(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The dictionary with one value set at a path of names."""
+    name, *rest = path
+    inner = values.get(name)
+    if rest:
+        value = _set_nested(inner if isinstance(inner, Mapping) else {}, rest, value)
+    return {**values, name: value}
 
 
 def _rebuild(sections: list[tuple[Any, str]], section: Any, name: str, value: Any) -> TrainConfig:

@@ -47,6 +47,8 @@ LIMITS: dict[str, Limit] = {
     "batch_size": AT_LEAST_1,
     "microbatch_size": AT_LEAST_1,
     "seed": Limit(0, 2**63, has_most=False),  # torch.manual_seed takes 64 bits, with a sign
+    "data.holdout": Limit(2),  # one document in two at most: the others are trained on
+    "data.vocab_size": AT_LEAST_1,
     "data.sequence_length": AT_LEAST_1,
     "data.max_bad_samples": AT_LEAST_0,
     "data.workers": AT_LEAST_0,

@@ -79,13 +79,15 @@ def _grouped(size: Size) -> Fields:
 
 
 def _mla(size: Size) -> Fields:
+    rotated = max(16, size.head_dim // 2)
     return {
         **_grouped(size),
         "num_key_value_heads": size.num_heads,
         "kv_lora_rank": max(16, size.hidden_size // 4),
         "q_lora_rank": None,
         "qk_nope_head_dim": size.head_dim,
-        "qk_rope_head_dim": max(16, size.head_dim // 2),
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,  # for transformers, what RoPE rotates
         "v_head_dim": size.head_dim,
     }
 
@@ -209,6 +211,30 @@ def _cohere(size: Size) -> Fields:
     return {"logit_scale": 1.0}
 
 
+def _windowed(size: Size, full: int, **more: Any) -> Fields:
+    """Sliding windows, and layer `full` of each four without one. Readers disagree on defaults."""
+    kinds = [
+        "full_attention" if i % 4 == full else "sliding_attention" for i in range(size.num_layers)
+    ]
+    return {"layer_types": kinds, "sliding_window": 4096, **more}
+
+
+ROPE: Fields = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def _cwm(size: Size) -> Fields:
+    return _windowed(size, full=0, rope_parameters=ROPE)
+
+
+def _exaone4(size: Size) -> Fields:
+    return _windowed(size, full=3)
+
+
+def _olmo3(size: Size) -> Fields:
+    ropes = {"full_attention": ROPE, "sliding_attention": ROPE}
+    return _windowed(size, full=3, rope_parameters=ropes)
+
+
 def _lfm2(size: Size) -> Fields:
     kinds = ["full_attention" if index % 3 == 2 else "conv" for index in range(size.num_layers)]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
@@ -249,6 +275,9 @@ FIELDS: dict[str, Callable[[Size], Fields]] = {
     "Gemma3ForCausalLM": _gemma,
     "Gemma3ForConditionalGeneration": _gemma,
     "CohereForCausalLM": _cohere,
+    "CwmForCausalLM": _cwm,
+    "Exaone4ForCausalLM": _exaone4,
+    "Olmo3ForCausalLM": _olmo3,
     "Cohere2ForCausalLM": _cohere,
     "Lfm2ForCausalLM": _lfm2,
 }

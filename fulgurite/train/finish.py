@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError
@@ -42,6 +42,7 @@ class RunResult:
         tokens_per_second: over the last steps.
         skipped: steps that were not finite.
         export: the folder that the engine loads; None: not written.
+        task: figures of fine-tuning in the last step, such as the mean reward of GRPO.
     """
 
     output: str
@@ -53,6 +54,7 @@ class RunResult:
     tokens_per_second: float | None = None
     skipped: int = 0
     export: str | None = None
+    task: dict[str, float] = field(default_factory=dict)
 
 
 def export_run(parts: Parts) -> Path:

@@ -20,11 +20,11 @@ from fulgurite.report.markup import Markup, join_markup, make_element
 from fulgurite.trace.source import write_atomically
 from fulgurite.train.charts import Curve, Point, draw_curves, draw_heat_map, format_number, smooth
 from fulgurite.train.metrics import StepRecord, read_metrics
-from fulgurite.train.view import format_bytes, format_duration
+from fulgurite.train.view import format_bytes, format_duration, name_figure
 from fulgurite.version import VERSION
 
 FILE = "report.html"
-CONFIG_FILE, RECEIPT_FILE = "config.toml", "receipt.json"
+CONFIG_FILE, RECEIPT_FILE, EXPLANATION_FILE = "config.toml", "receipt.json", "explain.txt"
 MAX_SKIPPED = 20  # skipped steps that are listed
 
 
@@ -52,7 +52,8 @@ def render_report(folder: Path, records: Sequence[StepRecord], sample: str | Non
         _make_evaluations(records),
         _make_sample(sample),
         _make_skipped(records),
-        _make_config(folder / CONFIG_FILE),
+        _make_text("Config", folder / CONFIG_FILE),
+        _make_text("Compiled step", folder / EXPLANATION_FILE),
         _make_receipt(receipt),
     ]
     style = resources.files("fulgurite.train").joinpath("report.css").read_text(encoding="utf-8")
@@ -101,6 +102,7 @@ def _make_figures(records: Sequence[StepRecord]) -> Markup:
         "loss": f"{_last_loss(records):.3f}",
         "validation loss": f"{evaluation['loss']:.3f}" if "loss" in evaluation else None,
         "bits per byte": f"{bits:.3f}" if bits is not None else None,
+        **{name_figure(name): f"{value:.3g}" for name, value in last.task.items()},
         "tokens per second": f"{_median(rates):,.0f}" if rates else None,
         "MFU": f"{_median(mfus):.1%}" if mfus else None,
         "experts, least–most": _format_range(last.expert_min, last.expert_max),
@@ -156,6 +158,7 @@ def _make_charts(records: Sequence[StepRecord]) -> list[Markup]:
             "Bits per byte",
             [Curve("train", smooth(bits)), _evaluation_curve(records, "bits_per_byte")],
         ),
+        *_make_task_charts(records),
         _chart(records, "Tokens per second", lambda one: one.tokens_per_second, from_zero=True),
         _chart(records, "MFU, %", lambda one: one.mfu and 100 * one.mfu, from_zero=True),
         _chart(records, "Learning rate", lambda one: one.learning_rate, from_zero=True),
@@ -163,6 +166,16 @@ def _make_charts(records: Sequence[StepRecord]) -> list[Markup]:
         _chart(records, "Peak memory, GiB", lambda one: one.memory_bytes / 2**30, from_zero=True),
     ]
     return [chart for chart in charts if chart]
+
+
+def _make_task_charts(records: Sequence[StepRecord]) -> list[Markup]:
+    """Figures of fine-tuning, such as the rewards of GRPO."""
+    charts = []
+    for name in dict.fromkeys(name for record in records for name in record.task):
+        points = _points(records, lambda one, name=name: one.task.get(name))  # type: ignore[misc]
+        curves = [Curve("each step", points, style=0), Curve("mean", smooth(points))]
+        charts.append(draw_curves(name_figure(name).capitalize(), curves))
+    return charts
 
 
 def _chart(
@@ -251,13 +264,14 @@ def _make_sample(sample: str | None) -> Markup:
     return join_markup([make_element("h2", "Sample"), make_element("pre", sample)])
 
 
-def _make_config(path: Path) -> Markup:
+def _make_text(title: str, path: Path) -> Markup:
+    """A text file of the run, folded; nothing if there is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return Markup("")
     shown = make_element("details", make_element("summary", path.name), make_element("pre", text))
-    return join_markup([make_element("h2", "Config"), shown])
+    return join_markup([make_element("h2", title), shown])
 
 
 def _read_receipt(path: Path) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fulgurite.compile import Compiled
 from fulgurite.compile import compile as compile_module
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
 from fulgurite.logs import LOG
-from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.build import BuiltModel, build_training_model
+from fulgurite.train.checks import check_device, check_length, check_precision
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import check_choices
 from fulgurite.train.data import open_dataset, prepare_tokenizer
@@ -71,6 +72,14 @@ class Parts:
     compiled_layers: CompiledLayers | None = None
 
     @property
+    def compiled(self) -> Compiled | None:
+        """What was compiled: the loss or the layers; None: nothing."""
+        if self.compiled_layers is not None:
+            return self.compiled_layers.compiled
+        step: Any = self.loss_module
+        return None if step is self.eager else step
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank writes files and prints."""
         return self.layout.rank == 0
@@ -93,8 +102,7 @@ def choose_device(config: TrainConfig) -> torch.device:
     """The device of this rank; a GPU becomes the current one."""
     if config.device != "cuda":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ArgumentError("device = 'cuda', and there is no GPU", next="use --device cpu")
+    check_device(config)
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -111,7 +119,7 @@ def build_parts(config: TrainConfig) -> Parts:
     built = build_training_model(config, choose_vocab_size(config, tokenizer), device)
     built = add_token_fields(built, tokenizer)
     assert config.data.sequence_length is not None, "the config is resolved"
-    check_length(built.model, config.data.sequence_length)
+    check_length(built.model.config, config.data.sequence_length)
     flops = count_flops(built.model, config.data.sequence_length)
     layout = build_layout(config, built.model.config, device)
     task = prepare_tuning(config, built.model, tokenizer) if is_tuning(config) else None
@@ -182,13 +190,9 @@ def compile_options(config: TrainConfig, device: torch.device) -> dict[str, Any]
 
     In deterministic mode nothing is chosen by timing: another choice would have other bits.
     """
+    check_precision(config)
     transforms = precision_transforms(config.precision, device)
     if not config.compile:
-        if transforms:
-            raise ArgumentError(
-                f"precision.matmul = {config.precision.matmul!r} needs compile = true",
-                next="leave out --compile false, or set precision.matmul to none",
-            )
         return None
     options: dict[str, Any] = {
         "remat": compiler_policy(config.parallel.remat),
@@ -216,18 +220,12 @@ def choose_vocab_size(config: TrainConfig, tokenizer: Tokenizer) -> int:
 
 def add_token_fields(built: BuiltModel, tokenizer: Tokenizer) -> BuiltModel:
     """Fields of config.json that the tokenizer decides, where the model has none."""
-    stops = list(tokenizer.stop_ids)
+    stops, special = list(tokenizer.stop_ids), tokenizer.special_tokens
+    ids = {name: tokenizer.token_id(token) for name, token in special.items() if token is not None}
+    end = ids.get("eos_token", stops[0] if stops else None)
     found: Mapping[str, Any] = {
-        "bos_token_id": tokenizer.bos_id,
+        "bos_token_id": end if tokenizer.bos_id is None else tokenizer.bos_id,  # after a document
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": ids.get("pad_token"),
     }
     return BuiltModel(built.model, built.family, {**found, **built.fields})
-
-
-def check_length(model: CausalLM, sequence_length: int) -> None:
-    if sequence_length > model.config.max_positions:
-        raise ArgumentError(
-            f"data.sequence_length={sequence_length} is more than the "
-            f"{model.config.max_positions} positions of the model",
-            next=f"use at most {model.config.max_positions}",
-        )

@@ -40,6 +40,7 @@ FAILURE_GRACE = 3.0  # seconds for the others to leave their errors
 START_FACTOR = 4.0  # the first step compiles: it may take this many times `parallel.timeout`
 DRAIN_SECONDS = 600.0  # for the last save
 EVENTS = "supervisor.jsonl"
+CONFIG = "config.toml"  # written when a run begins
 
 
 @dataclass
@@ -150,16 +151,22 @@ class Supervisor:
         if self.stop is None and not failure.is_final and self.restarts < limit:
             return
         self._log("failed", what=failure.what, rank=failure.rank, restarts=self.restarts)
-        newest = self._newest_step()
-        kept = f"step {newest} is saved" if newest else "nothing was saved yet"
         reason = "" if failure.is_final else f"; {self.restarts} restarts did not help"
         raise RankError(
             f"{failure.what}{reason if self.restarts else ''}",
             ranks=(failure.rank,),
             trace=failure.trace,
             others=failure.others,
-            next=f"{kept}; resume with --resume {self.folder}",
+            next=self._next_step(),
         )
+
+    def _next_step(self) -> str:
+        """How the run can go on."""
+        newest = self._newest_step()
+        if not newest and not (self.folder / CONFIG).exists():
+            return "the run had not begun; start it again"
+        kept = f"step {newest} is saved" if newest else "nothing was saved yet"
+        return f"{kept}; resume with --resume {self.folder}"
 
     def _report_restart(self, failure: Failure) -> None:
         newest = self._newest_step()
@@ -216,7 +223,13 @@ def choose_failure(exits: list[RankExit]) -> Failure:
     own = [e for e in raised if not _is_about_others(e.error or "")]
     ended = [e for e in exits if e.code not in (None, 0)]
     culprit = (killed or own or raised or ended)[0]
-    others = "\n".join(e.describe() for e in exits if e is not culprit and e.code not in (None, 0))
+    others = "\n".join(
+        exit.describe()
+        for exit in exits
+        if exit is not culprit
+        and exit.code not in (None, 0)
+        and (exit.error is None or exit.error != culprit.error)  # all ranks found the same
+    )
     is_final = culprit.error is not None and all(e.last_step is None for e in exits)
     return Failure(culprit.describe(), culprit.rank, culprit.trace, others or None, is_final)
 

@@ -22,6 +22,7 @@ from fulgurite.logs import LOG
 from fulgurite.trace.source import write_atomically
 from fulgurite.train.batch import Batch
 from fulgurite.train.checkpoint import CheckpointManager, training_state
+from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import to_toml
 from fulgurite.train.data import Loader, prepare_tokenizer
@@ -34,14 +35,15 @@ from fulgurite.train.metrics import MetricsWriter, StepMeter, StepRecord
 from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
+from fulgurite.train.report import EXPLANATION_FILE
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
+from fulgurite.train.supervisor import CONFIG
 from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
-CONFIG = "config.toml"
 LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 
@@ -61,6 +63,7 @@ class Trainer:
         self.steps = config.steps
         self.step = 0
         self.skipped = 0
+        self.skip_cause: str | None = None  # of the last steps, if they were not finite
         self.record: StepRecord | None = None
         self.evaluation: Evaluation | None = None
         self.run_step = TrainStep(
@@ -123,14 +126,23 @@ class Trainer:
                 stack.enter_context(_closing(writer))
             profiler = stack.enter_context(_closing(StepProfiler(self.config.log.profile, folder)))
             stop = stack.enter_context(StopRequest(self.layout.rank, self.layout.world_size))
-            meter, saved = self._make_meter(), self.step
+            meter, saved, is_due = self._make_meter(), self.step, False
+            is_explained = False
             while self.step < self.steps:
                 profiler.before(self.step)
                 self._run_one(loader, meter, writer, receipt)
+                if self.config.log.explain and not is_explained:
+                    is_explained = True
+                    self._explain(folder)
+                    meter.skip_time()
                 heartbeat.beat(self.step)
                 manager.check()
                 should_stop = stop.poll()
-                if _is_due(section.every, self.step) or should_stop or self.step == self.steps:
+                is_due = is_due or _is_due(section.every, self.step)
+                # weights that give no finite loss would replace the checkpoint to go back to
+                can_wait = self.skip_cause is not None
+                if (is_due and not can_wait) or should_stop or self.step == self.steps:
+                    is_due = False
                     manager.save(self.step, self.state_dict())
                     meter.skip_time()
                     saved = self.step
@@ -155,6 +167,8 @@ class Trainer:
             self.parts.compiled_layers.report()
         if result.is_skipped:
             self._report_skip(result, batches)
+        else:
+            self.skip_cause = None
         record = meter.measure(self.step, result)
         if self.parts.task is not None:
             record = replace(record, task=self.parts.task.metrics())
@@ -187,9 +201,11 @@ class Trainer:
     def _report_skip(self, result: StepResult, batches: Sequence[Batch]) -> None:
         """Say what was not finite; end the run if it was too often."""
         self.skipped += 1
-        cause = "ranks share the model; run the step on one rank to name the op"
-        if self._runs_alone():
-            cause = name_nonfinite(self.parts.eager, batches)
+        if self.skip_cause is None:  # of the first one in a row: naming runs the step op by op
+            self.skip_cause = "ranks share the model; run the step on one rank to name the op"
+            if self._runs_alone():
+                self.skip_cause = name_nonfinite(self.parts.eager, batches)
+        cause = self.skip_cause
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
         LOG.warning("%s; skipped: %s", text, cause)
@@ -198,8 +214,8 @@ class Trainer:
             raise NonFiniteError(
                 f"{self.skipped} steps were not finite; {text}",
                 cause=cause,
-                next="lower optimizer.learning_rate, or raise log.max_nonfinite "
-                f"(now {limit}); the last checkpoint is whole",
+                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit}); the "
+                "last checkpoint is whole, and of a step that was finite",
             )
 
     def _runs_alone(self) -> bool:
@@ -207,6 +223,12 @@ class Trainer:
         section, layout = self.config.parallel, self.layout
         is_whole = section.data_shard == 1 and section.expert == 1
         return layout.world_size == 1 or (is_whole and not isinstance(layout, ModelParallelLayout))
+
+    def _explain(self, folder: Path) -> None:
+        """Write what was compiled, and why so."""
+        compiled = self.parts.compiled
+        if self.layout.rank == 0 and compiled is not None:
+            write_atomically(folder / EXPLANATION_FILE, f"{compiled.explain()}\n")
 
     def tell(self, label: str, text: str) -> None:
         if self.view is not None:
@@ -286,6 +308,7 @@ def train(config: TrainConfig) -> RunResult:
     """A whole run on this rank: it goes on from the newest checkpoint of `config.output`."""
     config = resolve(config)
     assert config.output is not None, "a run has a folder"
+    check_run(config)
     folder = Path(config.output)
     parts = build_parts(config)
     view = make_view(config.log, config.steps or 1) if parts.is_first else None
@@ -317,6 +340,7 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
         tokens_per_second=None if record is None else record.tokens_per_second,
         skipped=trainer.skipped,
         export=None if export is None else str(export),
+        task={} if record is None else dict(record.task),
     )
     if parts.is_first:
         result = keep_figures(result) if record is None else result

@@ -64,7 +64,7 @@ def format_figures(record: StepRecord, seconds_left: float | None = None) -> lis
     parts = [f"loss {record.loss:.3f}" + (" skipped: not finite" if record.is_skipped else "")]
     if record.bits_per_byte is not None:
         parts.append(f"{record.bits_per_byte:.3f} bits/byte")
-    parts += [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record.task.items()]
+    parts += [f"{name_figure(name)} {value:.3g}" for name, value in record.task.items()]
     if record.tokens_per_second is not None:
         parts.append(f"{record.tokens_per_second:,.0f} tokens/s")
     if record.mfu is not None:
@@ -80,6 +80,11 @@ def format_figures(record: StepRecord, seconds_left: float | None = None) -> lis
     if seconds_left is not None:
         parts.append(f"{format_duration(seconds_left)} left")
     return parts
+
+
+def name_figure(name: str) -> str:
+    """The name of a figure in words: `reward_std`, `reward std`."""
+    return name.replace("_", " ")
 
 
 def _format_evaluation(values: dict[str, float]) -> str:

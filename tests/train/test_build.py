@@ -13,7 +13,7 @@ from fulgurite.models.families.registry import ARCHITECTURES
 from fulgurite.train.build import build_from_scratch, build_training_model, initial_values
 from fulgurite.train.config import ModelSection, TrainConfig
 from fulgurite.train.export import save_pretrained
-from fulgurite.train.family_fields import build_fields
+from fulgurite.train.family_fields import Size, build_fields
 from fulgurite.train.loss import LossModule
 from fulgurite.train.sizes import resolve_sizes
 from tests.models.families.test_multimodal import build as build_multimodal
@@ -29,6 +29,36 @@ def test_every_architecture_trains_from_scratch(architecture):
     for name, parameter in model.named_parameters():
         if "correction_bias" not in name:
             assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+# odd head sizes; windows of no family end within a row
+SMALL = Size(64, 4, 4, 2, 24, 96, 8, 2, 32, 320, 32, 2, 3, 1e-3)
+PUBLISHED = [
+    name
+    for name in sorted(ARCHITECTURES)
+    if name.endswith("ForCausalLM") and hasattr(transformers, name)
+]
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_every_architecture_from_scratch_is_the_same_in_transformers(architecture, tmp_path):
+    """The fields of a size say all that readers of config.json disagree on."""
+    size = replace(SMALL, head_dim=16) if architecture == "OlmoeForCausalLM" else SMALL
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    fields = {**build_fields(architecture, size, 32), "vocab_size": 320, **ids}
+    built = build_from_scratch(fields, architecture, dtype=torch.float32, device="cpu", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in built.model.parameters():  # norms and biases matter, too
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    save_pretrained(built.model.eval(), built.family, built.fields, tmp_path / "export")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    reference = load(tmp_path / "export", dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.randint(0, 320, (1, 24), generator=generator)
+    with torch.no_grad():
+        expected = reference(tokens, use_cache=False).logits
+        logits = built.model(tokens, torch.arange(24).expand(1, 24))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=3e-4)
 
 
 def test_values_depend_on_name_and_seed_alone():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fulgurite.cli import main
 from fulgurite.errors import ArgumentError
+from fulgurite.train.checks import check_run
 from fulgurite.train.command import (
     choose_output,
     create_output,
@@ -19,6 +21,7 @@ from fulgurite.train.command import (
 from fulgurite.train.config import ModelSection, TrainConfig
 from fulgurite.train.config_file import from_mapping
 from fulgurite.train.finish import RunResult
+from fulgurite.train.setup import resolve
 from tests.train.test_trainer import SMALL, text  # noqa: F401  # a fixture
 
 
@@ -79,6 +82,34 @@ def test_print_config_round_trips(capsys):
         (["--compile", "maybe"], "--compile maybe is not true or false"),
         (["--ranks", "0"], "--ranks 1 or more"),
         (["--log.profile", "3"], "write steps as A:B"),
+        (["--log.profile", "900:901"], "begins after the 800 steps"),
+        (["--log.wandb"], "pip install wandb"),
+        (["--model.architecture", "qwen3"], "did you mean Qwen3ForCausalLM?"),
+        (["--model.fields.num_experts", "4"], "did you mean model.fields.n_routed_experts?"),
+        (["--model.fields.hidden_size", "wide"], "hidden_size must be of type int"),
+        (
+            ["--model.fields.num_key_value_heads", "3"],
+            "must be a multiple of num_key_value_heads=3",
+        ),
+        (["--model.init_from", "nowhere"], "model 'nowhere' not found"),
+        (["--data.tokenizer", "nowhere"], "model 'nowhere' not found"),
+        (["--data.train", "nowhere"], "no files to read at 'nowhere'"),
+        (["--data.validation", "nowhere"], "no files to read at 'nowhere'"),
+        (["--data.vocab_size", "100"], "set it to at least 260"),
+        (["--data.sequence_length", "99", "--model.fields.max_position_embeddings", "9"], "most 9"),
+        (
+            ["--batch_size", "7", "--microbatch_size", "2"],
+            "must be a multiple of microbatch_size 2",
+        ),
+        (["--ranks", "2", "--parallel.pipeline", "9"], "but there are 2"),
+        (["--ranks", "3", "--parallel.tensor", "3"], "4 attention heads don't divide"),
+        (["--ranks", "2", "--parallel.tensor", "2", "--deterministic"], "deterministic=true with"),
+        (["--precision.matmul", "mxfp8", "--compile", "false"], "needs compile = true"),
+        (["--tune.task", "dpo"], "demo has no records"),
+        (["--tune.task", "chat", "--data.train", "a.jsonl"], "without a tokenizer"),
+        (["--loss.balance", "bias", "--model.architecture", "MixtralForCausalLM"], "use 'aux'"),
+        (["broken.py"], "broken.py raised SyntaxError"),
+        (["raises.py"], "raises.py:2"),
         (["--model.fields.hidden_sizee", "64"], "did you mean model.fields.hidden_size?"),
         (["--output", "file/run"], "the run can't be written to file/run"),
         (["--output", "foreign"], "foreign has a folder 'export' already"),
@@ -92,9 +123,32 @@ def test_errors_end_with_advice(words, message, capsys, tmp_path, monkeypatch):
     (tmp_path / "foreign" / "export").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "broken.py").write_text("config = (\n")
+    (tmp_path / "raises.py").write_text("steps = 3\nraise RuntimeError('no config')\n")
+    before = sorted(tmp_path.rglob("*"))
     assert main(["train", *words]) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+    assert sorted(tmp_path.rglob("*")) == before, "an error made or removed files"
+
+
+def test_fields_that_nothing_reads_are_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    fields = {"attention_dropout": 0.1, "rope_parameters": {"rope_theta": 5e3}, "use_cache": True}
+    config = replace(TrainConfig(device="cpu"), model=ModelSection(fields=fields))
+    check_run(resolve(config, 1), 1)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        "model.fields.attention_dropout has no effect: Dots1ForCausalLM does not read it"
+    ]
+
+
+def test_a_drill_is_checked_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--drill", "--model.fields.hidden_size", "0"]) == 1
+    assert "hidden_size=0 must be at least 1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):

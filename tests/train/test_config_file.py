@@ -116,6 +116,19 @@ def test_errors_of_files(values, message):
     assert "run.toml" in str(error.value)
 
 
+def test_nested_fields_have_dotted_names():
+    config = override(TrainConfig(), "model.fields.rope_parameters.rope_theta", "5000")
+    config = override(config, "model.fields.rope_parameters.rope_type", "default")
+    rope = {"rope_theta": 5000, "rope_type": "default"}
+    assert config.model.fields == {"rope_parameters": rope}
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfsteps = 5\r\n")
+    assert load_config(path).steps == 5
+
+
 def test_a_number_may_be_written_as_an_integer():
     config = from_mapping({"optimizer": {"learning_rate": 1}, "data": {"train": "a.txt"}})
     assert config.optimizer.learning_rate == 1.0 and config.data.train == ("a.txt",)

@@ -15,8 +15,7 @@ from fulgurite.train.config_file import list_fields
 from fulgurite.train.config_limits import LIMITS, check_limits
 from fulgurite.train.sizes import resolve_sizes
 
-# Checked where more is known: degrees by the ranks, these two by the tokenizer and the data.
-CHECKED_LATER = ("parallel.", "data.holdout", "data.vocab_size")
+CHECKED_LATER = ("parallel.",)  # degrees, by the number of ranks
 
 
 def set_field(name: str, value: Any) -> TrainConfig:

@@ -118,6 +118,12 @@ def test_a_whole_run(tmp_path: Path):
         assert part in text, part
 
 
+def test_rewards_have_figures_and_curves(tmp_path: Path):
+    folder = write_run(tmp_path, 30, task=lambda s: {"reward": s / 29, "reward_std": 0.25})
+    text = check(write_report(folder))
+    assert "Reward std" in text and "reward 1 " in text.replace("\n", " ")
+
+
 def test_the_time_of_a_resumed_run_is_that_of_all_parts(tmp_path: Path):
     folder = write_run(tmp_path, 300, time=lambda s: float(s % 100 + 1))  # two restarts
     assert "300 steps · 0 tokens · 5:00" in check(write_report(folder))

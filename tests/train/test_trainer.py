@@ -8,17 +8,19 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fulgurite.errors import ArgumentError, NonFiniteError
 from fulgurite.train import trainer as trainer_file
-from fulgurite.train.checkpoint import CheckpointManager
+from fulgurite.train.checkpoint import CheckpointManager, list_checkpoints
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import override, read_config
 from fulgurite.train.finish import read_result, write_sample
 from fulgurite.train.metrics import read_metrics
+from fulgurite.train.report import write_report
 from fulgurite.train.setup import build_parts, resolve
 from fulgurite.train.trainer import Trainer, hash_data, replay, train
 from fulgurite.train.verify import verify_run
@@ -152,6 +154,56 @@ def test_skipped_steps_are_named_and_limited(config, capsys):
         trainer.run(Path(config.output))
     assert trainer.skipped == 3
     assert "the weight layers.0.attention.q_proj.weight is not finite" in str(error.value)
+
+
+def run_with_skips(config: TrainConfig, skipped: set[int]) -> Trainer:
+    """Run a trainer whose steps (from 1) are not finite where `skipped` says so."""
+    trainer = Trainer(build_parts(resolve(config)))
+    run_step = trainer.run_step
+
+    def skip_some(step: int, batches: Any) -> Any:
+        result = run_step(step, batches)
+        if step + 1 not in skipped:
+            return result
+        return replace(result, loss=math.nan, is_skipped=True)
+
+    trainer.run_step = skip_some  # type: ignore[assignment]
+    trainer.run(Path(config.output or ""))
+    return trainer
+
+
+def test_weights_without_a_finite_loss_replace_no_checkpoint(config):
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=2))
+    config = replace(config, log=replace(config.log, max_nonfinite=2))
+    with pytest.raises(NonFiniteError):
+        run_with_skips(config, {3, 4, 5})
+    folder = Path(config.output) / "checkpoints"
+    assert [step for step, _ in list_checkpoints(folder)] == [1, 2]
+
+
+def test_a_save_waits_for_a_finite_step(config):
+    config = replace(config, steps=8, checkpoint=replace(config.checkpoint, every=3, keep=9))
+    run_with_skips(config, {3, 6, 7, 8})
+    folder = Path(config.output) / "checkpoints"
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 8]
+
+
+def test_the_op_is_named_once_in_a_row(config, monkeypatch):
+    named = []
+    monkeypatch.setattr(trainer_file, "name_nonfinite", lambda *a: named.append(a) or "an op")
+    trainer = run_with_skips(config, {2, 3, 5})
+    assert trainer.skipped == 3 and len(named) == 2
+
+
+def test_the_compiled_step_is_explained(config):
+    log = replace(config.log, explain=True)
+    train(replace(config, steps=2, compile=True, log=log))
+    folder = Path(config.output)
+    text = (folder / "explain.txt").read_text()
+    assert "backward" in text and "linear_cross_entropy" in text
+    assert "Compiled step" in write_report(folder).read_text()
+    with pytest.raises(ArgumentError, match="needs compile = true"):
+        train(replace(config, log=log))
 
 
 def test_state_of_a_trainer_loads_into_another(config, tmp_path):

@@ -29,6 +29,11 @@ FULL_ATTENTION_INTERVAL = 4  # OLMo 3: every fourth layer has full attention
 
 def read_olmoe(fields: ConfigFields) -> ModelConfig:
     config = _read_with_projection_norm("olmoe", fields)
+    if config.num_heads * config.head_dim != config.hidden_size:  # the size of the published q_norm
+        raise fields.error(
+            f"{config.num_heads} heads of head_dim={config.head_dim} must have "
+            f"hidden_size={config.hidden_size} columns"
+        )
     moe = MoEConfig(
         num_experts=fields.get_positive_int("num_experts", 64),
         top_k=fields.get_positive_int("num_experts_per_tok", 8),

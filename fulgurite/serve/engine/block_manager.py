@@ -95,6 +95,10 @@ class BlockManager:
         self.max_batched_tokens = limits.max_batched_tokens
         self.prefix_caching = prefix_caching
         rows, columns = limits.max_sequences, -(-limits.context // limits.block_size)
+        self.num_rows, self.num_columns = (
+            rows,
+            columns,
+        )  # no groups: all layers are linear attention
         self.block_tables = [np.zeros((rows, columns), dtype=np.int32) for _ in groups]
         # By group and row: the first block that is still held, and the end of the held blocks.
         self.first_blocks = np.zeros((len(self.groups), rows), dtype=np.int64)
@@ -187,7 +191,7 @@ class BlockManager:
 
     def max_request_tokens(self) -> int:
         """The most tokens of a request that runs alone."""
-        tokens = self.block_tables[0].shape[1] * self.block_size
+        tokens = self.num_columns * self.block_size
         for group, pool in zip(self.groups, self.pools, strict=True):
             needed = group.max_blocks(tokens, self.max_batched_tokens, self.block_size)
             if pool.num_blocks < needed:

@@ -82,8 +82,7 @@ class CapturedDecodeStep:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.batch_size, self.graph_pool = sampler, batch_size, graph_pool
         self.token_broadcast, self.device = token_broadcast, model.device
-        tables = block_manager.block_tables
-        groups, columns = len(tables), tables[0].shape[1]
+        groups, columns = len(block_manager.groups), block_manager.num_columns
         layout: BufferLayout = {
             "token_ids": ((batch_size,), torch.int64),
             "positions": ((batch_size,), torch.int64),

@@ -60,7 +60,7 @@ def find_shape(
         return StepShape(host.num_tokens, host.num_sequences)
     if host.num_tokens > MAX_TOKENS or kv_cache.has_states or kv_cache.mla_sizes:
         return None
-    return mixed_shape(host.num_tokens, block_manager.block_tables[0].shape[0])
+    return mixed_shape(host.num_tokens, block_manager.num_rows)
 
 
 def mixed_shape(num_tokens: int, max_sequences: int) -> StepShape:
@@ -87,8 +87,7 @@ class RecordedStep:
         self.model, self.kv_cache, self.shape = model, kv_cache, shape
         self.last_tokens_W = last_tokens_W
         tokens, sequences = shape
-        tables = block_manager.block_tables
-        groups, columns = len(tables), tables[0].shape[1]
+        groups, columns = len(block_manager.groups), block_manager.num_columns
         layout: BufferLayout = {
             "token_ids": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),

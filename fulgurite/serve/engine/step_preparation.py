@@ -61,7 +61,7 @@ class StepPreparation:
 
 def find_shapes(runner: ModelRunner) -> list[StepShape]:
     """The shapes to prepare, in this order."""
-    kv_cache, rows = runner.kv_cache, runner.block_manager.block_tables[0].shape[0]
+    kv_cache, rows = runner.kv_cache, runner.block_manager.num_rows
     if runner.mesh is not None or runner.stage_runner is not None:
         return []  # ranks run steps together
     if runner.graph_pool is not None:

@@ -30,8 +30,8 @@ from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CacheError
 from fulgurite.logs import LOG
 from fulgurite.train.data.encoding import TextEncoder
+from fulgurite.train.data.records import BadSamples
 from fulgurite.train.data.sources import (
-    BadSamples,
     Document,
     Source,
     hash_sources,

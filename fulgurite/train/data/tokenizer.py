@@ -27,9 +27,9 @@ from fulgurite.models.tokenizer import Tokenizer, from_folder, from_gguf
 from fulgurite.quant.files.gguf_header import read_gguf_metadata
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.encoding import PIECE_CHARS
+from fulgurite.train.data.records import BadSamples
 from fulgurite.train.data.sources import (
     TOKENS,
-    BadSamples,
     find_sources,
     no_text_error,
     read_documents,

@@ -12,10 +12,8 @@ nothing to learn, it is skipped.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fulgurite.errors import ArgumentError
@@ -24,20 +22,12 @@ from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.dataset import SPLITS, VALIDATION
 from fulgurite.train.data.encoding import token_byte_lengths
-from fulgurite.train.data.sources import BadSamples, find_sources
+from fulgurite.train.data.records import BadSamples, Record, read_json, read_json_lines, read_rows
+from fulgurite.train.data.sources import JSONL, PARQUET, RECORD_KINDS, find_sources, hash_file
 from fulgurite.train.tune.chat_tokens import EncodedText, encode_chat, encode_completion
 from fulgurite.train.tune.rows import Example, RowDataset, make_example, pack
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Record:
-    """One JSON object of a file, and where it came from."""
-
-    fields: Mapping[str, Any]
-    where: str
-    digest: bytes
 
 
 def open_chat_dataset(config: TrainConfig, tokenizer: Tokenizer, split: str) -> RowDataset:
@@ -65,14 +55,26 @@ def open_chat_dataset(config: TrainConfig, tokenizer: Tokenizer, split: str) -> 
             length,
         )
     if not examples:
-        raise ArgumentError(
-            f"there is nothing to learn in the {split} data",
-            where="\n".join(bad.named),
-            next='lines are {"messages": [...]} or {"prompt": ..., "completion": ...}',
+        raise nothing_to_learn(
+            config, split, bad, '{"messages": [...]} or {"prompt": ..., "completion": ...}'
         )
     rows = pack([len(example) for example in examples], length)
     pad_id = tokenizer.stop_ids[0] if tokenizer.stop_ids else 0
     return RowDataset(examples, rows, length, pad_id, hashes, token_byte_lengths(tokenizer))
+
+
+def nothing_to_learn(config: TrainConfig, split: str, bad: BadSamples, form: str) -> ArgumentError:
+    """The error for a split without an example; `form` is that of a line."""
+    advice = f"lines are {form}"
+    if split == VALIDATION and not config.data.validation and not bad.count:
+        advice = (
+            "add lines to data.train, of which one is held out, or name files in data.validation"
+        )
+    return ArgumentError(
+        f"there is nothing to learn in the {split} data",
+        where="\n".join(bad.named),
+        next=bad.advice or advice,
+    )
 
 
 def require_length(config: TrainConfig) -> int:
@@ -92,7 +94,11 @@ def encode_record(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> list[Encod
         return [encode_completion(tokenizer, prompt, completion)]
     if isinstance(prompt, list) and isinstance(completion, list) and completion:
         return encode_chat(tokenizer, [*prompt, *completion], len(prompt), **values)
-    raise ArgumentError("neither `messages` nor `prompt` and `completion`")
+    is_pair = "chosen" in fields and "rejected" in fields
+    raise ArgumentError(
+        "neither `messages` nor `prompt` and `completion`",
+        next="set tune.task=dpo to train on pairs" if is_pair else None,
+    )
 
 
 # ---- lines -----------------------------------------------------------------------------------------
@@ -122,34 +128,28 @@ def hash_record(record: Record) -> int:
 
 
 def read_records(patterns: Sequence[str], bad: BadSamples) -> tuple[list[Record], dict[str, str]]:
-    """All JSON objects of the files, and the SHA-256 of each file."""
+    """All objects of the files, and the SHA-256 of each file."""
     records: list[Record] = []
     hashes: dict[str, str] = {}
-    for source in find_sources(patterns):
-        if source.path is None or source.path.suffix not in (".jsonl", ".ndjson", ".json"):
-            raise ArgumentError(
-                f"{source.name} is no JSONL file", next="name .jsonl files in data.train"
-            )
-        content = source.path.read_bytes()
-        hashes[str(source.path)] = hashlib.sha256(content).hexdigest()
-        records += _parse_lines(str(source.path), content, bad)
+    for path, kind in find_record_files(patterns):
+        hashes[str(path)] = hash_file(path).hex()
+        if kind == PARQUET:
+            records += read_rows(path, bad)
+        else:
+            records += read_json_lines(path, bad) if kind == JSONL else read_json(path, bad)
     return records, hashes
 
 
-def _parse_lines(name: str, content: bytes, bad: BadSamples) -> Iterator[Record]:
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{name}:{number}"
-        try:
-            fields = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            bad.skip(where, f"not JSON: {error}")
-            continue
-        if isinstance(fields, dict):
-            yield Record(fields, where, hashlib.sha256(line).digest())
-        else:
-            bad.skip(where, "not a JSON object")
+def find_record_files(patterns: Sequence[str]) -> list[tuple[Path, str]]:
+    """The files of records and their kinds; of folders, only those. ArgumentError for another file."""
+    found = []
+    for source in find_sources(patterns, records_only=True):
+        if source.path is None or source.kind not in RECORD_KINDS:
+            raise ArgumentError(
+                f"{source.name} has no records", next="name .jsonl or .parquet files in data.train"
+            )
+        found.append((source.path, source.kind))
+    return found
 
 
 def convert_records(
@@ -160,4 +160,5 @@ def convert_records(
         try:
             yield record, convert(record.fields)
         except ArgumentError as error:
+            bad.advice = error.details.get("next") or bad.advice
             bad.skip(record.where, error.what)

@@ -30,9 +30,9 @@ from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.batch import Batch
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.loader import collate
-from fulgurite.train.data.sources import BadSamples
+from fulgurite.train.data.records import BadSamples
 from fulgurite.train.loss import LossSums
-from fulgurite.train.tune.chat import convert_records, read_split, require_length
+from fulgurite.train.tune.chat import convert_records, nothing_to_learn, read_split, require_length
 from fulgurite.train.tune.chat_tokens import EncodedText, encode_chat, encode_completion
 from fulgurite.train.tune.logprobs import compute_logprobs
 from fulgurite.train.tune.lora import adapters_disabled
@@ -62,11 +62,8 @@ def open_pair_dataset(
         for example in cut:
             examples.append(Example(example.tokens, example.labels, document=first + len(examples)))
     if not examples:
-        raise ArgumentError(
-            "there are no pairs to learn from",
-            where="\n".join(bad.named),
-            next='lines are {"prompt": ..., "chosen": ..., "rejected": ...}',
-        )
+        form = '{"prompt": ..., "chosen": ..., "rejected": ...}'
+        raise nothing_to_learn(config, split, bad, form)
     rows = [[index, index + 1] for index in range(0, len(examples), 2)]
     pad_id = tokenizer.stop_ids[0] if tokenizer.stop_ids else 0
     return RowDataset(examples, rows, length, pad_id, hashes)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fulgurite.errors import ArgumentError
+from fulgurite.train.user_code import user_code
 
 Reward = Callable[..., float]
 
@@ -31,13 +31,11 @@ def load_reward(name: str) -> Reward:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
-    try:
+    with user_code(
+        f"the module of the reward {name!r} can't be imported: it",
+        next="run in the folder of the module, or install it",
+    ):
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ArgumentError(
-            f"the module of the reward {name!r} can't be imported: {error}",
-            next="run in the folder of the module, or install it",
-        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ArgumentError(f"{module_name} has no function {function_name!r}")
@@ -59,25 +57,25 @@ def compute_reward(rewards: Sequence[Reward], fields: Mapping[str, Any], complet
     total = 0.0
     for reward in rewards:
         name = getattr(reward, "__name__", reward)
-        try:
+        where = f"completion {completion[:80]!r}"
+        with user_code(
+            f"the reward {name}",
+            where=where,
+            next="a reward takes prompt, completion and the other fields of a line as **columns",
+        ):
             value = reward(fields["prompt"], completion, **columns)
-        except Exception as error:  # the user's code
+        number = read_number(value)
+        if number is None or not math.isfinite(number):
             raise ArgumentError(
-                f"the reward {name} raised {type(error).__name__}: {error}",
-                where=f"{_find_line(error)}; completion {completion[:80]!r}",
-                next="a reward takes prompt, completion and the other fields of a line as **columns",
-            ) from error
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ArgumentError(
-                f"the reward {name} returned {value!r}",
-                where=f"completion {completion[:80]!r}",
-                next="return a finite number",
+                f"the reward {name} returned {value!r}", where=where, next="return a finite number"
             )
-        total += float(value)
+        total += number
     return total
 
 
-def _find_line(error: Exception) -> str:
-    """Where an error was raised, as `file:line`."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+def read_number(value: Any) -> float | None:
+    """A number of Python, NumPy or torch as a float; None: it is none."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    is_scalar = getattr(value, "ndim", None) == 0
+    return read_number(value.item()) if is_scalar else None

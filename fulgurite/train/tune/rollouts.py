@@ -32,7 +32,7 @@ from fulgurite.train.batch import Batch
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.loader import collate
 from fulgurite.train.data.order import sample_index
-from fulgurite.train.data.sources import BadSamples
+from fulgurite.train.data.records import BadSamples
 from fulgurite.train.tune.chat import convert_records, read_split, require_length
 from fulgurite.train.tune.chat_tokens import check_messages
 from fulgurite.train.tune.grpo import RolloutTable, group_advantages

@@ -173,3 +173,16 @@ def test_gpu_gives_the_tokens_of_the_cpu(model) -> None:
     results = engine.generate(prompts, params)
     assert [r.token_ids for r in results] == [e.token_ids for e in expected]
     check_idle(engine)
+
+
+def test_a_model_of_linear_attention_alone_has_no_blocks(tmp_path, prompts) -> None:
+    reference = build_reference("qwen3_next", layer_types=["linear_attention"] * 4)
+    reference.save_pretrained(tmp_path)
+    engine = make_engine(load_model(tmp_path), max_sequences=2)
+    for ids, result in zip(prompts, engine.generate(prompts, PARAMS), strict=True):
+        sequence = list(ids)
+        with torch.no_grad():  # transformers' cache needs a layer of attention
+            for _ in range(NEW):
+                logits = reference(torch.tensor([sequence]), use_cache=False).logits
+                sequence.append(int(logits[0, -1].argmax()))
+        assert result.token_ids == sequence[len(ids) :]

@@ -179,7 +179,9 @@ def test_the_limit_of_bad_samples(tmp_path: Path):
         (b'{"prompt": "a", "completion": "b"}', "set tune.task=chat"),
         (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "set tune.task=dpo"),
         (b'{"id": 1, "body": "x"}', "set data.text_field=body"),
-        (b'{"title": "x", "body": "x"}', "raise data.max_bad_samples"),
+        (b'{"title": "x", "body": "x"}', "set data.text_field=title or body"),
+        (b'{"id": 1, "doc": {"body": "x"}}', "set data.text_field=doc.body"),
+        (b'{"id": 1}', "raise data.max_bad_samples"),
     ],
 )
 def test_records_of_another_kind_come_with_advice(tmp_path: Path, line: bytes, advice: str):
@@ -187,9 +189,23 @@ def test_records_of_another_kind_come_with_advice(tmp_path: Path, line: bytes, a
         read(write(tmp_path / "a.jsonl", line), limit=0)
 
 
-def test_json_is_read_as_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert read(write(tmp_path / "a.json", b'[{"text": "x"}]'))[0] == ['[{"text": "x"}]']
-    assert "records are read from .jsonl" in caplog.text
+def test_json_is_a_list_of_records_or_a_text(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rows = b'\xef\xbb\xbf [\n {"text": "x"}, 3, {"text": "y"}]'
+    texts, bad = read(write(tmp_path / "a.json", rows))
+    assert texts == ["x", "y"] and bad.named == [
+        f"{tmp_path / 'a.json'}:2: not a JSON object but int"
+    ]
+    assert read(write(tmp_path / "b.json", b'{"text": "x"}'))[0] == ['{"text": "x"}']
+    assert "is no list of objects" in caplog.text
+    texts, bad = read(write(tmp_path / "c.json", b'[{"text": "x"}'))
+    assert texts == [] and "not JSON in UTF-8" in bad.named[0]
+
+
+def test_fields_of_objects_have_dotted_names(tmp_path: Path):
+    lines = b'{"doc": {"text": "x"}}\n{"doc.text": "y"}\n{"doc": 3}\n{"doc": {}}\n'
+    texts, bad = read(write(tmp_path / "a.jsonl", lines), field="doc.text")
+    assert texts == ["x", "y"] and bad.count == 2
+    assert "no field 'doc.text'" in bad.named[0]
 
 
 def test_empty_rows_are_no_documents(tmp_path: Path):
@@ -216,6 +232,10 @@ def test_parquet_rows(tmp_path: Path):
     assert bad.named == [f"{path}:2: the text is NoneType, not a string"]
     with pytest.raises(ArgumentError, match="no column 'body'; columns: text, id"):
         read(path, field="body")
+    nested = tmp_path / "nested.parquet"
+    parquet.write_table(pyarrow.table({"doc": [{"text": "x", "n": 1}, None]}), nested)
+    texts, bad = read(nested, field="doc.text")
+    assert texts == ["x"] and bad.count == 1
 
 
 def test_a_damaged_parquet_file_is_skipped(tmp_path: Path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.batch import IGNORED
 from fulgurite.train.config import DataSection, TrainConfig
+from fulgurite.train.data.dataset import SPLITS
 from fulgurite.train.tune.chat import open_chat_dataset
 from fulgurite.train.tune.chat_tokens import encode_chat, encode_completion, mark_generation
 from fulgurite.train.tune.rows import RowDataset, pack
@@ -185,7 +189,7 @@ def test_cuts_bad_lines_and_holdout(tmp_path) -> None:
     sizes = [len(open_dataset(tmp_path, many[:3], s).examples) for s in ("train", "validation")]
     assert sizes == [2, 1]
     text = write_lines(tmp_path / "a.txt", ["x"])
-    with pytest.raises(ArgumentError, match="no JSONL"):
+    with pytest.raises(ArgumentError, match="has no records"):
         open_dataset(tmp_path, lines, train=(text,))
 
 
@@ -201,3 +205,38 @@ def test_labels_of_bytes_are_counted_for_bits_per_byte(tmp_path) -> None:
     with pytest.raises(ArgumentError, match="sequence_length"):
         section = DataSection(train=("x.jsonl",))
         open_chat_dataset(replace(TrainConfig(), data=section), make_tokenizer(), "train")
+
+
+def test_records_of_other_files_are_the_same(tmp_path) -> None:
+    lines = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)]
+    plain = open_dataset(tmp_path, lines, validation=("x",))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").write_text("no record")
+    text = "".join(json.dumps(line) + "\r\n" for line in lines).encode()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(text))
+    array = tmp_path / "a.json"
+    array.write_bytes(b"\xef\xbb\xbf" + json.dumps(lines, indent=1).encode())
+    for source in (folder, array):
+        found = open_dataset(tmp_path, [], train=(str(source),), validation=("x",))
+        assert [e.tokens.tolist() for e in found.examples] == [
+            e.tokens.tolist() for e in plain.examples
+        ]
+
+
+def test_parquet_rows_are_records(tmp_path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="it writes the parquet file")
+    parquet = importlib.import_module("pyarrow.parquet")
+    lines = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)]
+    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "a.parquet")
+    train = (str(tmp_path / "a.parquet"),)
+    sizes = [len(open_dataset(tmp_path, [], s, train=train).examples) for s in SPLITS]
+    assert sum(sizes) == 9 and sizes[1]
+
+
+def test_advice_for_pairs_and_single_lines(tmp_path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(ArgumentError, match="set tune.task=dpo"):
+        open_dataset(tmp_path, [pair], validation=("x",))
+    with pytest.raises(ArgumentError, match="add lines to data.train"):
+        open_dataset(tmp_path, [{"prompt": "a", "completion": "b"}], "validation")

@@ -159,7 +159,7 @@ def test_bad_pairs(tmp_path) -> None:
     lines: list[object] = [{"prompt": "a", "chosen": "b"}, {"prompt": "q" * 80, "chosen": "b",
         "rejected": "c"}, PAIRS[0]]  # fmt: skip
     assert len(open_pairs(tmp_path, lines)) == 1
-    with pytest.raises(ArgumentError, match="no pairs"):
+    with pytest.raises(ArgumentError, match="nothing to learn"):
         open_pairs(tmp_path, lines[:2])
     with pytest.raises(ArgumentError, match="beta"):
         DPOLoss(build(), 0.0, reference_N2=torch.zeros(1, 2))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -201,7 +202,7 @@ def test_temperature_samples_groups_and_seeds(tmp_path) -> None:
     assert loader.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-def test_wrong_options(tmp_path) -> None:
+def test_wrong_options(tmp_path, monkeypatch) -> None:
     model = build("dense")
     for wrong, text in (
         ({"group_size": 1}, "group_size"),
@@ -224,6 +225,16 @@ def test_wrong_options(tmp_path) -> None:
         compute_reward([reward_without_answer], {"prompt": "a"}, "b")
     assert f"{Path(__file__).name}:" in str(raised.value)  # the line of the user's function
     assert load_rewards(("math:hypot",)) == [math.hypot]
+    (tmp_path / "broken_rewards.py").write_text("def reward(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"SyntaxError[\s\S]*broken_rewards.py:1"):
+        load_rewards(("broken_rewards:reward",))
+    for number in (2, 2.0, True, np.float32(2), np.int64(2), torch.tensor(2.0)):
+        rewards = [lambda *a, value=number, **k: value]
+        assert compute_reward(rewards, {"prompt": "a"}, "b") == float(number)
+    for wrong in (None, "2", [2.0], np.ones(3)):
+        with pytest.raises(ArgumentError, match="return a finite number"):
+            compute_reward([lambda *a, value=wrong, **k: value], {"prompt": "a"}, "b")
     config = replace(TrainConfig(), tune=TuneSection(task="grpo"))
     config = replace(config, parallel=replace(config.parallel, tensor=2))
     with pytest.raises(ArgumentError, match="tensor=2"):
