@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fulgurite.errors import FormatError
-from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import LayerConfig, ModelConfig
 from fulgurite.models.families.family import ModelFamily
@@ -28,7 +27,7 @@ from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
 from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.mesh import Axis, MeshShape
-from fulgurite.parallel.pipeline import PipelineStage, check_stages, split_stages
+from fulgurite.parallel.pipeline import PipelineStage, split_stages
 from fulgurite.parallel.tensor import parallelize
 from fulgurite.plan.memory import QuantizedWeight, RankShapes
 from fulgurite.plan.meta_dispatch import MetaAllToAllDispatcher
@@ -224,14 +223,6 @@ def build_model_shard(
     )
     names = {current: shard.name for current, shard in sharding.slices.items()}
     return ModelShard(model.to("meta"), layer_kinds, names)
-
-
-def check_can_shard(config: ModelConfig, family: ModelFamily, shape: MeshShape) -> None:
-    """ArgumentError if a model can't be sharded like this; needs no process and no weights."""
-    check_stages(shape.pipeline, len(config.layers))
-    experts = 0 if config.moe is None else config.moe.num_experts
-    slots = cdiv(experts, shape.expert) * shape.expert
-    build_model_shard(config, family, ShardSpec(shape, slots))
 
 
 def _find_layer_kinds(

@@ -70,11 +70,7 @@ class ContextKVCache(PagedKVCache):
         super().__init__(specs, groups, group_blocks, local_size, dtype, device)
         self.context = context
         self.shard = ContextShard(context.index, context.count)
-        if any(cache.dtype == torch.uint8 for cache in self.key_caches.values()):
-            raise ArgumentError(
-                "context_parallel has no FP8 cache of MLA latents",
-                next="leave out kv_dtype, or use bfloat16",
-            )
+        check_context_cache(specs, dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -136,3 +132,12 @@ class ContextKVCache(PagedKVCache):
     def sequence_lengths(self, positions_X: Tensor) -> Tensor:
         start, stop = self.context.local_range(self.num_tokens)
         return super().sequence_lengths(positions_X)[start:stop]
+
+
+def check_context_cache(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
+    """ArgumentError for a KV cache that context-parallel ranks don't have."""
+    if dtype.itemsize == 1 and any(spec.is_mla for spec in specs):
+        raise ArgumentError(
+            "context_parallel has no FP8 cache of MLA latents",
+            next="leave out kv_dtype, or use bfloat16",
+        )
