@@ -362,7 +362,9 @@ def test_single_process_starts_its_workers(folder):
 
 def test_worker_process_that_does_not_start(capfd):
     before = dict(os.environ)
-    with pytest.raises(RankError, match="rank [12] did not start") as caught:
+    with pytest.raises(
+        RankError, match="rank [12] did not start: it ended with exit code 1"
+    ) as caught:
         WorkerProcesses(3, "no_such_module", b"")
     assert caught.value.ranks and dict(os.environ) == before
     assert "No module named no_such_module" in capfd.readouterr().err
