@@ -21,7 +21,11 @@ from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import LayerConfig, ModelConfig
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.layers import CausalLM
-from fulgurite.models.loading.load_plan import build_model, check_has_experts
+from fulgurite.models.loading.load_plan import (
+    build_model,
+    check_context_parallel,
+    check_has_experts,
+)
 from fulgurite.models.loading.quantized import install_quantized_weight
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
@@ -211,6 +215,8 @@ def build_model_shard(
         format = format_of(_name_in_model(name, kinds))
         if format is not None and can_quantize(format, parameter):
             install_quantized_weight(model, name, format, None)
+    if spec.mesh_shape.context > 1:
+        check_context_parallel(model)
     mesh = PlannedMesh(spec.mesh_shape)
     if dispatcher is None and spec.mesh_shape.expert > 1:
         dispatcher = MetaAllToAllDispatcher(mesh.expert)

@@ -35,6 +35,7 @@ from fulgurite.parallel.mesh import Mesh, MeshShape, check_timeout
 from fulgurite.parallel.pipeline import Pipeline
 from fulgurite.parallel.processes.workers import EXIT_TIMEOUT, WorkerProcesses, is_single_process
 from fulgurite.parallel.topology import find_emulated_nodes
+from fulgurite.plan.kv_cache import check_context_cache
 from fulgurite.plan.limits import (
     BLOCK_SIZES,
     MAX_BATCHED_TOKENS,
@@ -50,7 +51,6 @@ from fulgurite.quant import QuantTensor
 from fulgurite.quantize import resolve_quant_config
 from fulgurite.serve.embedding import EmbeddingModel, as_prompt_list
 from fulgurite.serve.engine.async_engine import AsyncEngine
-from fulgurite.serve.engine.context_kv_cache import check_context_cache
 from fulgurite.serve.engine.coordinator import Coordinator, open_mesh
 from fulgurite.serve.engine.engine import Engine, Prompt
 from fulgurite.serve.engine.rank_restart import RankProcesses, RankRestarter, RestartPolicy

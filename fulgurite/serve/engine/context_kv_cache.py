@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
 from fulgurite.kernels.attention.metadata import ContextShard
 from fulgurite.kernels.attention.ops import paged_attention_shard, store_kv_cache
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.mla import MLAInputs, attend_absorbed
 from fulgurite.parallel.context import ContextParallel
-from fulgurite.plan.kv_cache import KVCacheGroup
+from fulgurite.plan.kv_cache import KVCacheGroup, check_context_cache
 from fulgurite.serve.engine.batch import InputBatch
 from fulgurite.serve.engine.kv_cache import (
     LayerStates,
@@ -132,12 +131,3 @@ class ContextKVCache(PagedKVCache):
     def sequence_lengths(self, positions_X: Tensor) -> Tensor:
         start, stop = self.context.local_range(self.num_tokens)
         return super().sequence_lengths(positions_X)[start:stop]
-
-
-def check_context_cache(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
-    """ArgumentError for a KV cache that context-parallel ranks don't have."""
-    if dtype.itemsize == 1 and any(spec.is_mla for spec in specs):
-        raise ArgumentError(
-            "context_parallel has no FP8 cache of MLA latents",
-            next="leave out kv_dtype, or use bfloat16",
-        )
