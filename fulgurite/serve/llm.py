@@ -442,7 +442,7 @@ def check_axes(config: LLMConfig) -> None:
         if name == "data" and size is None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ArgumentError(f"{name}={size!r} must be an integer, 1 or more")
+            raise ArgumentError(f"{name}={size!r} must be 1 or more", next="a number of ranks")
 
 
 def choose_mesh_shape(config: LLMConfig) -> MeshShape:

@@ -376,7 +376,9 @@ def test_worker_process_that_does_not_start(capfd):
         ("llama", {"tensor": 2, "expert": 3}, "expert 3 must divide data 1 x tensor 2"),
         ("llama", {"expert": 2}, "expert=2 needs a model with experts"),
         ("llama", {"tensor": 100}, "97 can't be sharded over 100 ranks"),
-        ("llama", {"tensor": "2"}, "tensor='2' must be an integer"),
+        ("llama", {"tensor": "2"}, "tensor='2' must be 1 or more"),
+        ("llama", {"context_parallel": 0}, "context_parallel=0 must be 1 or more"),
+        ("llama", {"pipeline": 0}, "pipeline=0 must be 1 or more"),
         ("llama", {"pipeline": 9}, "pipeline=9 stages, but the model has"),
         ("qwen3_next", {"context_parallel": 2}, "context_parallel does not support qwen3_next"),
         (

@@ -106,13 +106,7 @@ class ContextKVCache(PagedKVCache):
     ) -> Tensor:
         assert k_XKH is not None, "this cache gives no slots to other kernels"
         new = [x for x in (q_XNH, k_XKH, v_XKV) if x is not None]
-        packed_TD = self.context.gather_tokens(
-            torch.cat([x.flatten(1) for x in new], dim=-1), self.num_tokens
-        )
-        columns = packed_TD.split([x.shape[1] * x.shape[2] for x in new], dim=-1)
-        q_TNH, k_TKH, *values = (
-            column.unflatten(-1, x.shape[1:]) for column, x in zip(columns, new, strict=True)
-        )
+        q_TNH, k_TKH, *values = self.context.gather_inputs(new, self.num_tokens)
         v_TKV = values[0] if values else None
         key_cache = self.key_caches[spec.layer_index]
         key_cache = key_cache[:, :, None] if spec.is_mla else key_cache
