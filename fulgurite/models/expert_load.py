@@ -60,7 +60,8 @@ class ExpertLoadCounter:
         # One more column for indices that are no experts.
         self.counts_LE = torch.zeros(len(routers), experts + 1, dtype=torch.int64, device=device)
         self.num_tokens = torch.full((), torch.iinfo(torch.int64).max, device=device)
-        self.token_axis: Axis | None = None  # ranks that share the tokens of a step
+        # Each of these axes shards the rows that the one before it left to this rank.
+        self.token_axes: tuple[Axis, ...] = ()
         self.handles = [
             router.register_forward_hook(self._make_hook(row_E))
             for router, row_E in zip(routers, self.counts_LE, strict=True)
@@ -73,9 +74,9 @@ class ExpertLoadCounter:
 
     def begin_step(self, num_tokens: int, num_rows: int) -> None:
         """Count only the first `num_tokens` of `num_rows` from now on; the others are padding."""
-        if self.token_axis is not None:
-            start, stop = shard_range(num_rows, self.token_axis.index, self.token_axis.size)
-            num_tokens = max(0, min(num_tokens, stop) - start)
+        for axis in self.token_axes:
+            start, stop = shard_range(num_rows, axis.index, axis.size)
+            num_tokens, num_rows = max(0, min(num_tokens, stop) - start), stop - start
         self.num_tokens.fill_(num_tokens)
 
     @contextmanager

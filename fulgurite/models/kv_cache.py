@@ -198,7 +198,7 @@ class NoKVCache(UnpagedKVCache):
 
     def sequence_lengths(self, positions_X: Tensor) -> Tensor:
         positions_XS = positions_X[..., None, :].where(self._same_sequence(positions_X), -1)
-        return positions_XS.amax(dim=-1) + 1
+        return _last_position(positions_XS) + 1
 
     def _same_sequence(self, positions_X: Tensor) -> Tensor:
         if self.segments_T is None:
@@ -293,7 +293,7 @@ class ContiguousKVCache(UnpagedKVCache):
         is_token = positions_BT >= 0
         counts_B = is_token.sum(dim=1, dtype=torch.int32)
         starts = F.pad(counts_B.cumsum(0, dtype=torch.int32), (1, 0))
-        lengths_B = (positions_BT.amax(dim=1) + 1).to(torch.int32)
+        lengths_B = (_last_position(positions_BT) + 1).to(torch.int32)
         slots_B = torch.arange(self.batch, dtype=torch.int32, device=positions_BT.device)
         lengths_B = torch.maximum(lengths_B, counts_B)
         longest = int(counts_B.max())
@@ -310,4 +310,11 @@ class ContiguousKVCache(UnpagedKVCache):
         return self.states[spec.layer_index]
 
     def sequence_lengths(self, positions_X: Tensor) -> Tensor:
-        return positions_X.amax(dim=-1, keepdim=True) + 1
+        return _last_position(positions_X)[..., None] + 1
+
+
+def _last_position(positions_XS: Tensor) -> Tensor:
+    """The largest position of each row; -1 without tokens, as on a rank that has none in a step."""
+    if not positions_XS.shape[-1]:
+        return positions_XS.new_full(positions_XS.shape[:-1], -1)
+    return positions_XS.amax(dim=-1)

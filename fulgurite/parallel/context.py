@@ -50,6 +50,12 @@ class ContextParallel:
         """The rows of all tokens, [T, D]."""
         return all_gather_tokens(x_LD, self.axis, tokens)
 
+    def gather_inputs(self, inputs: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        """The rows of all tokens of queries, keys and values [L, N, H], as one message."""
+        packed_TD = self.gather_tokens(torch.cat([x.flatten(1) for x in inputs], dim=-1), tokens)
+        columns = packed_TD.split([x.shape[1] * x.shape[2] for x in inputs], dim=-1)
+        return [c.unflatten(-1, x.shape[1:]) for c, x in zip(columns, inputs, strict=True)]
+
     def gather_rows(self, x_LD: Tensor, rows: Sequence[int], tokens: int) -> Tensor:
         """These rows of all T tokens, in ascending order, on every rank, [R, D]."""
         bounds = [shard_range(tokens, rank, self.count) for rank in range(self.count)]

@@ -194,10 +194,7 @@ class Mesh:
         nodes: int | None = None,
         network: EmulatedNetwork | None = None,
     ) -> None:
-        if not 0 < timeout < threading.TIMEOUT_MAX:
-            raise ArgumentError(
-                f"timeout={timeout}", next="seconds that ranks wait for each other; must be above 0"
-            )
+        check_timeout(timeout)
         self.rank, world = _rank_and_world_size()
         self.shape = MeshShape.for_world(world, data, tensor, expert, pipeline, context)
         self.timeout = timeout
@@ -337,6 +334,14 @@ def _rank_and_world_size() -> tuple[int, int]:
             next=HOW_TO_START_RANKS,
         )
     return rank, world
+
+
+def check_timeout(timeout: float) -> None:
+    """ArgumentError for what is not a number of seconds."""
+    if not 0 < timeout < threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"timeout={timeout}", next="seconds that ranks wait for each other; must be above 0"
+        )
 
 
 def _read_int_env(name: str, default: str | None = None) -> int:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,9 +25,12 @@ from fulgurite.kernels.mla.ops import mla_attention_meta
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.kv_cache import ConvWeights, UnpagedKVCache
 from fulgurite.models.layers import CausalLM
-from fulgurite.models.mla import MLAInputs
+from fulgurite.models.mla import MLAInputs, attend_absorbed
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.models.transformers_backend.model import TransformersModel
+from fulgurite.parallel.context import ContextParallel
+from fulgurite.parallel.dispatch.dispatcher import is_sized
+from fulgurite.parallel.mesh import Axis
 
 
 def activation_bytes(model: CausalLM, tokens: int, rows: int, context_parallel: int = 1) -> int:
@@ -45,6 +49,7 @@ def activation_bytes(model: CausalLM, tokens: int, rows: int, context_parallel: 
 
 
 def _measure_step(model: CausalLM, tokens: int, rows: int, cache: _NullCache) -> int:
+    _set_step_tokens(model, tokens)
     with torch.inference_mode(), track_allocations() as tracker, torch.device("meta"):
         ids = torch.zeros(tokens, dtype=torch.long)
         positions = torch.zeros(tokens, dtype=torch.long)
@@ -68,16 +73,29 @@ def _run_stage(model: CausalLM, ids: Tensor, positions: Tensor, cache: _NullCach
     return model.run_layers(x, positions, cos_sins, cache)
 
 
+def _set_step_tokens(model: CausalLM, tokens: int) -> None:
+    """Tell the dispatchers the size of the step, as an engine does; other ranks have no more."""
+    ranks = _count_token_ranks(model)
+    for module in model.modules():
+        dispatcher = getattr(module, "dispatcher", None)
+        if dispatcher is not None and is_sized(dispatcher):
+            dispatcher.set_step_tokens(-(-tokens // ranks))
+
+
 def _critical_steps(model: CausalLM, tokens: int) -> list[int]:
     """Smaller steps that may need more memory than one of `tokens` tokens."""
-    steps, ranks = set(), 1
+    steps, ranks = set(), _count_token_ranks(model)
     for module in model.modules():
-        token_sharding = getattr(module, "token_sharding", None)
-        ranks = ranks if token_sharding is None else token_sharding.axis.size
         find = getattr(getattr(module, "dispatcher", None), "critical_tokens", None)
         if find is not None:
             steps |= set(find(-(-tokens // ranks)))
     return [ranks * count for count in sorted(steps)]
+
+
+def _count_token_ranks(model: CausalLM) -> int:
+    """The number of tensor ranks that share the tokens of a step; 1 without sequence parallelism."""
+    shardings = (getattr(module, "token_sharding", None) for module in model.modules())
+    return max((sharding.axis.size for sharding in shardings if sharding is not None), default=1)
 
 
 def _deduplicate_layers(model: CausalLM) -> CausalLM:
@@ -98,11 +116,14 @@ def _deduplicate_layers(model: CausalLM) -> CausalLM:
 class _NullCache(UnpagedKVCache):
     """A KV cache that stores nothing. Its outputs have the right shape and no values.
 
-    With context parallelism, queries and keys of all ranks are gathered for the attention.
+    With context parallelism it gathers inputs and merges outputs as the engine's cache does.
     """
 
     def __init__(self, context_parallel: int = 1) -> None:
-        self.context_parallel = context_parallel
+        self.context: ContextParallel | None = None
+        if context_parallel > 1:
+            ranks, group = tuple(range(context_parallel)), dist.ProcessGroup(0, context_parallel)
+            self.context = ContextParallel(Axis("context", ranks, 0, group))
 
     def attend(
         self,
@@ -113,17 +134,20 @@ class _NullCache(UnpagedKVCache):
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        if self.context_parallel > 1:
-            gathered = [self._gather(x) for x in (q_XNH, k_XKH, v_XKV) if x is not None]
-            out_TNV = gathered[0].new_empty(*gathered[0].shape[:-1], spec.value_dim)
-            del gathered
-            out_TNV.new_empty(out_TNV.shape)  # what other ranks computed for this rank's tokens
-        return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return x.new_empty(self.context_parallel * x.shape[0], *x.shape[1:])
+        if self.context is None:
+            return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
+        new = [x for x in (q_XNH, k_XKH, v_XKV) if x is not None]
+        tokens = self.context.count * q_XNH.shape[0]
+        gathered = self.context.gather_inputs(new, tokens)
+        out_TNV = q_XNH.new_empty(tokens, spec.num_heads, spec.value_dim)
+        lse_TN = q_XNH.new_empty(tokens, spec.num_heads, dtype=torch.float32)
+        merged_LNV = self.context.merge_outputs(out_TNV, lse_TN)
+        del gathered  # as long as in the engine's cache
+        return merged_LNV
 
     def attend_mla(self, spec: AttentionSpec, step: MLAInputs, positions_X: Tensor) -> Tensor:
+        if self.context is not None:
+            return attend_absorbed(self.attend, spec, step, positions_X)
         return mla_attention_meta(step.q_XNH, step.kv_b_NUC, step.value_dim)
 
     def causal_conv(

@@ -229,6 +229,8 @@ def _explain_waiting(query: PlanQuery, constraint: MeshConstraint) -> str:
     text = f"the rest of the {query.batch:,} requests waits"
     if query.kv_dtype.itemsize > 1:
         fp8_cache = replace(query, kv_dtype=KV_CACHE_DTYPES["fp8"])
+        if not has_fitting_mesh(fp8_cache, constraint):
+            return text
         best = search_meshes(fp8_cache, constraint)[0]
         text += f"; with --kv-dtype fp8 {best.max_requests:,} fit"
     return text

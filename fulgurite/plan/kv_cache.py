@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fulgurite.errors import ArgumentError
 from fulgurite.kernels.mla.ops import mla_slot_shape
 from fulgurite.models.attention_spec import AttentionSpec
 
@@ -64,3 +65,12 @@ def kv_bytes_per_token(spec: AttentionSpec, dtype: torch.dtype) -> int:
         width, slot_dtype = mla_slot_shape(spec.value_dim, spec.key_dim - spec.value_dim, dtype)
         return width * slot_dtype.itemsize
     return spec.num_kv_heads * (spec.key_dim + spec.value_dim) * dtype.itemsize
+
+
+def check_context_cache(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
+    """ArgumentError for a KV cache that context-parallel ranks don't have."""
+    if dtype.itemsize == 1 and any(spec.is_mla for spec in specs):
+        raise ArgumentError(
+            "context_parallel has no FP8 cache of MLA latents",
+            next="leave out kv_dtype, or use bfloat16",
+        )

@@ -112,7 +112,6 @@ class MetaAllToAllDispatcher(AllToAllDispatcher):
         self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
     ) -> PendingPayload | DispatchedTokens:
         self.experts_per_rank = num_slots // self.axis.size
-        self.step_tokens = x_TD.shape[0]  # other ranks have no more
         return super().start_dispatch(x_TD, slots_Tk, num_slots, weights_Tk)
 
     def _exchange_counts(self, layout: DispatchLayout) -> ExchangedCounts:
@@ -142,12 +141,6 @@ def find_padded_step(axis: Axis, tokens: int) -> list[int]:
 
 class MetaHierarchicalDispatcher(HierarchicalDispatcher):
     """`HierarchicalDispatcher` whose counts are the worst case: this rank forwards rows, too."""
-
-    def start_dispatch(
-        self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
-    ) -> DispatchedTokens:
-        self.step_tokens = x_TD.shape[0]  # other ranks have no more
-        return super().start_dispatch(x_TD, slots_Tk, num_slots, weights_Tk)
 
     def critical_tokens(self, tokens: int) -> list[int]:
         return find_padded_step(self.axis, tokens)

@@ -34,6 +34,7 @@ from fulgurite.parallel.experts.transport import (
 from fulgurite.parallel.mesh import Axis, MeshShape
 from fulgurite.parallel.pipeline import PipelineStage
 from fulgurite.plan.cluster import Cluster
+from fulgurite.plan.kv_cache import check_context_cache
 from fulgurite.plan.limits import BLOCK_SIZES, MAX_BATCHED_TOKENS, EngineLimits
 from fulgurite.plan.memory import (
     GPU_MEMORY_UTILIZATION,
@@ -152,6 +153,8 @@ def plan_mesh(query: PlanQuery, mesh_shape: MeshShape) -> ClusterPlan:
     spec = make_shard_spec(query, mesh_shape)
     experts = _plan_experts(query, spec, limits)
     rank = _build_rank_cached(query.config, query.family, spec, query.format_lookup, experts)
+    if mesh_shape.context > 1:
+        check_context_cache(rank.shard.attention_specs, limits.kv_dtype)
     # A pipeline is as large as its smallest KV cache.
     plans = [_plan_stage(query, shapes, limits) for shapes in rank.stages]
     stage = min(range(len(plans)), key=lambda i: (plans[i].cache_tokens, -plans[i].total))

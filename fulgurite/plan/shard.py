@@ -17,18 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fulgurite.errors import FormatError
-from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import LayerConfig, ModelConfig
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.layers import CausalLM
-from fulgurite.models.loading.load_plan import build_model, check_has_experts
+from fulgurite.models.loading.load_plan import (
+    build_model,
+    check_context_parallel,
+    check_has_experts,
+)
 from fulgurite.models.loading.quantized import install_quantized_weight
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
 from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.mesh import Axis, MeshShape
-from fulgurite.parallel.pipeline import PipelineStage, check_stages, split_stages
+from fulgurite.parallel.pipeline import PipelineStage, split_stages
 from fulgurite.parallel.tensor import parallelize
 from fulgurite.plan.memory import QuantizedWeight, RankShapes
 from fulgurite.plan.meta_dispatch import MetaAllToAllDispatcher
@@ -212,6 +215,8 @@ def build_model_shard(
         format = format_of(_name_in_model(name, kinds))
         if format is not None and can_quantize(format, parameter):
             install_quantized_weight(model, name, format, None)
+    if spec.mesh_shape.context > 1:
+        check_context_parallel(model)
     mesh = PlannedMesh(spec.mesh_shape)
     if dispatcher is None and spec.mesh_shape.expert > 1:
         dispatcher = MetaAllToAllDispatcher(mesh.expert)
@@ -224,14 +229,6 @@ def build_model_shard(
     )
     names = {current: shard.name for current, shard in sharding.slices.items()}
     return ModelShard(model.to("meta"), layer_kinds, names)
-
-
-def check_can_shard(config: ModelConfig, family: ModelFamily, shape: MeshShape) -> None:
-    """ArgumentError if a model can't be sharded like this; needs no process and no weights."""
-    check_stages(shape.pipeline, len(config.layers))
-    experts = 0 if config.moe is None else config.moe.num_experts
-    slots = cdiv(experts, shape.expert) * shape.expert
-    build_model_shard(config, family, ShardSpec(shape, slots))
 
 
 def _find_layer_kinds(

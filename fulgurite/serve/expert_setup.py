@@ -85,8 +85,13 @@ class ExpertSetup:
         if self.options.record_load is None:
             return None
         counter = ExpertLoadCounter(model)
-        if self.mesh is not None and is_sequence_parallel(self.mesh):
-            counter.token_axis = self.mesh.tensor
+        if self.mesh is None:
+            return counter
+        counter.token_axes = (self.mesh.context,)
+        if is_sequence_parallel(self.mesh):
+            counter.token_axes += (self.mesh.tensor,)
+        elif self.mesh.tensor.index > 0:
+            counter.close()  # the first tensor rank counts the same tokens
         return counter
 
     def _set_dispatcher(self, model: CausalLM, max_tokens: int) -> None:
@@ -114,9 +119,7 @@ class ExpertSetup:
         assert self.options.record_load is not None, "there is a counter only if it is set"
         load_LE = counter.load_LE
         if self.mesh is not None:
-            # Without an expert axis all tensor ranks have counted the same tokens.
-            axis = self.mesh.world if self.mesh.expert.size > 1 else self.mesh.data
-            load_LE = counter.sum_over(axis)
+            load_LE = counter.sum_over(self.mesh.world)
         if self.mesh is None or self.mesh.rank == 0:
             save_expert_load(load_LE, Path(self.options.record_load))
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,11 @@ from fulgurite.models.tokenizer import Message, Tokenizer, find_tokenizer
 from fulgurite.parallel.context import ContextParallel
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
 from fulgurite.parallel.experts.transport import ExpertOptions
-from fulgurite.parallel.mesh import Mesh, MeshShape
+from fulgurite.parallel.mesh import Mesh, MeshShape, check_timeout
 from fulgurite.parallel.pipeline import Pipeline
 from fulgurite.parallel.processes.workers import EXIT_TIMEOUT, WorkerProcesses, is_single_process
+from fulgurite.parallel.topology import find_emulated_nodes
+from fulgurite.plan.kv_cache import check_context_cache
 from fulgurite.plan.limits import (
     BLOCK_SIZES,
     MAX_BATCHED_TOKENS,
@@ -44,7 +46,7 @@ from fulgurite.plan.limits import (
 from fulgurite.plan.memory import RankShapes, available_bytes, plan_memory, shapes_of
 from fulgurite.plan.meta_dispatch import MetaDeterministicDispatcher, use_micro_batches
 from fulgurite.plan.rank_memory import plan_rank_dispatch, plan_rank_memory
-from fulgurite.plan.shard import check_can_shard
+from fulgurite.plan.shard import PlannedMesh
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import resolve_quant_config
 from fulgurite.serve.embedding import EmbeddingModel, as_prompt_list
@@ -58,6 +60,21 @@ from fulgurite.serve.engine.worker import Worker
 from fulgurite.serve.expert_setup import ExpertSetup, ExpertSetupOptions, prepare_experts
 from fulgurite.serve.llm_config import LLMConfig
 from fulgurite.serve.structured.compiler import GrammarCompiler
+
+
+class RankPlan(NamedTuple):
+    """What is planned before a rank loads its weights: its experts, its shard, its engine's limits.
+
+    dispatcher         allocates as that of the mesh does; None: no expert axis
+    dispatch_buffers   bytes that this dispatcher holds for good
+    """
+
+    experts: ExpertSetup
+    load: LoadPlan
+    limits: EngineLimits
+    dispatcher: TokenDispatcher | None = None
+    dispatch_buffers: int = 0
+
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -84,6 +101,7 @@ class LLM:
 
     def __init__(self, name: str | Path, config: LLMConfig | None = None, **options: Any) -> None:
         config = LLMConfig(**options) if config is None else replace(config, **options)
+        check_axes(config)
         self.config = config
         self.device = resolve_device(config.device)
         if config.quantize is not None:
@@ -110,7 +128,7 @@ class LLM:
     def _start_ranks(self, checkpoint: Checkpoint) -> None:
         """Start the workers, join the mesh and load the model."""
         config = self.config
-        self.workers = start_workers(self.path, config, checkpoint)
+        self.workers = self._start_workers(checkpoint)
         with ExitStack() as on_error:
             on_error.callback(self._shut_down, timeout=0.0)
             self.mesh = open_mesh(
@@ -125,8 +143,26 @@ class LLM:
             if self.mesh is not None and self.device.type == "cuda":
                 self.device = self.mesh.device
             with checkpoint:
-                self._load(checkpoint, is_gguf=self.path.suffix == ".gguf")
+                self._load(checkpoint)
             on_error.pop_all()
+
+    def _start_workers(self, checkpoint: Checkpoint) -> WorkerProcesses | None:
+        """Start the other ranks, unless a launcher has started them or one rank is enough.
+
+        What a rank plans before it loads is planned here first: a layout or option that can't work
+        is an error before a process starts.
+        """
+        if not is_single_process():
+            return None
+        shape = choose_mesh_shape(self.config)
+        if shape.world_size == 1:
+            return None
+        check_timeout(self.config.timeout)
+        nodes = find_emulated_nodes(shape.world_size, self.config.nodes)
+        mesh: Any = PlannedMesh(shape, nodes=nodes)
+        self._plan_rank(checkpoint, mesh)
+        arguments = pickle.dumps((self.path, self.config))
+        return WorkerProcesses(shape.world_size, "fulgurite.serve.worker_main", arguments)
 
     def _check_ranks(self) -> None:
         """RankError if a worker process has ended."""
@@ -185,9 +221,31 @@ class LLM:
         )
         return llm
 
-    def _load(self, checkpoint: Checkpoint, is_gguf: bool) -> None:
-        """Plan the memory, load the weights and build the engine."""
+    def _plan_rank(self, checkpoint: Checkpoint, mesh: Mesh | None) -> RankPlan:
+        """What a rank of the mesh will hold, and its engine allocate for; loads nothing."""
         config, device = self.config, self.device
+        setup = make_expert_setup_options(config)
+        experts = prepare_experts(setup, mesh, checkpoint.config, device)
+        options = self._load_options(checkpoint)
+        load = plan_load(checkpoint, options, mesh, **self._sharding_options(mesh, experts))
+        limits = choose_limits(config, load.model, device, checkpoint.quantization.kv_cache)
+        if mesh is None:
+            return RankPlan(experts, load, limits)
+        if config.context_parallel > 1:
+            check_context_cache(load.model.attention_specs, limits.kv_dtype)
+        dispatch = self._plan_dispatcher(mesh, experts, load.model, limits)
+        return RankPlan(experts, load, limits, *dispatch)
+
+    def _sharding_options(self, mesh: Mesh | None, experts: ExpertSetup) -> dict[str, Any]:
+        """Options of `parallelize`. Only deterministic=True avoids sums over ranks: they cost less."""
+        if mesh is None:
+            return {}
+        deterministic = self.config.deterministic is True
+        return {"placement": experts.placement, "deterministic": deterministic}
+
+    def _load_options(self, checkpoint: Checkpoint) -> LoadOptions:
+        config, device = self.config, self.device
+        is_gguf = self.path.suffix == ".gguf"
         dtype = resolve_dtype(config.dtype)
         if dtype is None and is_gguf and device.type == "cuda":
             dtype = torch.bfloat16
@@ -196,14 +254,14 @@ class LLM:
         keep_quantized = config.keep_quantized
         if keep_quantized is None:
             keep_quantized = device.type == "cpu" or not is_gguf or needs_repacking(device, dtype)
-        options = LoadOptions(dtype, device, keep_quantized, quantize=config.quantize)
-        self.experts = prepare_experts(
-            make_expert_setup_options(config), self.mesh, checkpoint.config, device
-        )
-        sharding = {} if self.mesh is None else self._sharding_options()
-        load_plan = plan_load(checkpoint, options, self.mesh, **sharding)
-        limits = choose_limits(config, load_plan.model, device, checkpoint.quantization.kv_cache)
-        shapes = self._build_shapes(checkpoint, load_plan, limits)
+        return LoadOptions(dtype, device, keep_quantized, quantize=config.quantize)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Plan the memory, load the weights and build the engine."""
+        config, device = self.config, self.device
+        plan = self._plan_rank(checkpoint, self.mesh)
+        self.experts, load_plan, limits = plan.experts, plan.load, plan.limits
+        shapes = self._build_shapes(checkpoint, plan)
         loading = load_plan.temporary_bytes
         self.plan = plan_rank_memory(shapes, limits, device, self.mesh, loading)
         self.model = load_planned(load_plan)
@@ -230,38 +288,36 @@ class LLM:
             save = partial(self.experts.save_load, self.load_counter)
             self.engine.record_load(self.load_counter, save, config.record_load_interval)
 
-    def _build_shapes(
-        self, checkpoint: Checkpoint, load_plan: LoadPlan, limits: EngineLimits
-    ) -> RankShapes:
+    def _build_shapes(self, checkpoint: Checkpoint, plan: RankPlan) -> RankShapes:
         """What this rank will hold and run, on the meta device, to plan its memory."""
-        mesh, options = self.mesh, load_plan.options
-        if mesh is None:
-            model = load_plan.build_meta_model()
+        if self.mesh is None:
+            model = plan.load.build_meta_model()
             if self.config.compile:
                 model.compile_decoder(packs_linears=self.config.deterministic is False)
             return shapes_of(model, self.device)
-        dispatch = None
-        dispatcher: TokenDispatcher | None = None
-        if mesh.expert.size > 1 and self.config.deterministic is True:
-            dispatcher = MetaDeterministicDispatcher(mesh.expert)
-        elif mesh.expert.size > 1:
-            placement = None if self.experts is None else self.experts.placement
-            slots = None if placement is None else placement.slots_LS.shape[1]
-            dispatch = plan_rank_dispatch(
-                make_expert_options(self.config), load_plan.model, limits, mesh, self.device, slots
-            )
-            dispatcher = dispatch.make_meta_dispatcher()
         model = plan_load(
-            checkpoint, options, mesh, dispatcher=dispatcher, **self._sharding_options()
+            checkpoint,
+            plan.load.options,
+            self.mesh,
+            dispatcher=plan.dispatcher,
+            **self._sharding_options(self.mesh, plan.experts),
         ).model.to("meta")
         use_micro_batches(model, self.config.micro_batches)
-        return shapes_of(model, self.device, 0 if dispatch is None else dispatch.buffer_bytes)
+        return shapes_of(model, self.device, plan.dispatch_buffers)
 
-    def _sharding_options(self) -> dict[str, Any]:
-        """Options of `parallelize`. Only deterministic=True avoids sums over ranks: they cost less."""
-        assert self.experts is not None, "prepared before"
-        deterministic = self.config.deterministic is True
-        return {"placement": self.experts.placement, "deterministic": deterministic}
+    def _plan_dispatcher(
+        self, mesh: Mesh, experts: ExpertSetup, model: CausalLM, limits: EngineLimits
+    ) -> tuple[TokenDispatcher | None, int]:
+        """What allocates as the dispatcher of a mesh does, and the bytes that it holds for good."""
+        if mesh.expert.size == 1:
+            return None, 0
+        if self.config.deterministic is True:
+            return MetaDeterministicDispatcher(mesh.expert), 0
+        placement = experts.placement
+        slots = None if placement is None else placement.slots_LS.shape[1]
+        options = make_expert_options(self.config)
+        dispatch = plan_rank_dispatch(options, model, limits, mesh, self.device, slots)
+        return dispatch.make_meta_dispatcher(), dispatch.buffer_bytes
 
     def _make_grammar_compiler(self) -> GrammarCompiler | None:
         """Compiles the grammars of requests; None without a tokenizer and on ranks that don't sample."""
@@ -379,27 +435,21 @@ class LLM:
         return prompt  # type: ignore[return-value]
 
 
-def start_workers(
-    path: str | Path, config: LLMConfig, checkpoint: Checkpoint
-) -> WorkerProcesses | None:
-    """Start the worker processes, unless a launcher has started the ranks or one rank is enough.
+def check_axes(config: LLMConfig) -> None:
+    """ArgumentError for a size of an axis that is not a number of ranks."""
+    for name in ("data", "tensor", "expert", "pipeline", "context_parallel"):
+        size = getattr(config, name)
+        if name == "data" and size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ArgumentError(f"{name}={size!r} must be 1 or more", next="a number of ranks")
 
-    ArgumentError before a process starts if the model can't be sharded like this.
-    """
-    data, tensor, expert = config.data, config.tensor, config.expert
-    pipeline, context = config.pipeline, config.context_parallel
-    sizes = {"tensor": tensor, "pipeline": pipeline, "context_parallel": context}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ArgumentError(f"{name}={size} must be 1 or more")
-    replica = context * tensor  # ranks of a stage of one replica
-    world_size = pipeline * replica * (max(1, expert // replica) if data is None else data)
-    if world_size == 1 or not is_single_process():
-        return None
-    shape = MeshShape.for_world(world_size, data, tensor, expert, pipeline, context)
-    check_can_shard(checkpoint.config, checkpoint.family, shape)
-    arguments = pickle.dumps((path, config))
-    return WorkerProcesses(world_size, "fulgurite.serve.worker_main", arguments)
+
+def choose_mesh_shape(config: LLMConfig) -> MeshShape:
+    """The axes of these options, where no launcher has started the ranks."""
+    replica = config.context_parallel * config.tensor  # ranks of a stage of one replica
+    data = max(1, config.expert // replica) if config.data is None else config.data
+    return MeshShape(data, config.tensor, config.expert, config.pipeline, config.context_parallel)
 
 
 def choose_limits(

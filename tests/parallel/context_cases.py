@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fulgurite.errors import ArgumentError
 from fulgurite.parallel import Mesh
 from fulgurite.parallel.context import ContextParallel, merge_shards
 from fulgurite.serve.engine.request import SamplingParams
@@ -106,12 +105,3 @@ def exchange(tokens: int) -> str:
         if not torch.equal(mine, merge_shards(out_CTNV, lse_CTN)[start:stop]):
             return f"merge_outputs in {dtype}"
     return ""
-
-
-def open_with_fp8_latents(folder: Path) -> str:
-    """The error of a KV cache that can't be sharded."""
-    try:
-        LLM(folder, context_parallel=2, kv_dtype="fp8", timeout=60.0, **PLAIN).close()
-    except ArgumentError as error:
-        return str(error)
-    return "no error"

@@ -167,16 +167,6 @@ def test_layers_with_states_are_refused(folder, name):
         check_context_parallel(model)
 
 
-def test_an_fp8_cache_of_latents_is_refused(ranks, folder):
-    for text in ranks(2).run(cases.open_with_fp8_latents, folder("deepseek_v3")):
-        assert "no FP8 cache of MLA latents" in text
-
-
-def test_options_that_do_not_fit(folder):
-    with pytest.raises(ArgumentError, match="context_parallel=0 must be 1 or more"):
-        LLM(folder("llama"), context_parallel=0, **engine_cases.PLAIN)
-
-
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

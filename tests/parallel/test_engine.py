@@ -13,6 +13,7 @@ import torch
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import RankPool
 from fulgurite.parallel.processes.workers import WorkerProcesses, is_single_process
+from fulgurite.serve import llm
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM, LLMConfig, make_expert_options
 from tests.models.reference_models import VOCAB_SIZE, build_reference
@@ -361,29 +362,52 @@ def test_single_process_starts_its_workers(folder):
 
 def test_worker_process_that_does_not_start(capfd):
     before = dict(os.environ)
-    with pytest.raises(RankError, match="rank [12] did not start") as caught:
+    with pytest.raises(
+        RankError, match="rank [12] did not start: it ended with exit code 1"
+    ) as caught:
         WorkerProcesses(3, "no_such_module", b"")
     assert caught.value.ranks and dict(os.environ) == before
     assert "No module named no_such_module" in capfd.readouterr().err
 
 
-def test_axes_that_do_not_fit(folder):
-    """Said before anybody is started."""
-    with pytest.raises(ArgumentError, match="expert 3 must divide data 1 x tensor 2"):
-        LLM(folder("llama"), tensor=2, expert=3, **cases.PLAIN)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama", {"tensor": 2, "expert": 3}, "expert 3 must divide data 1 x tensor 2"),
+        ("llama", {"expert": 2}, "expert=2 needs a model with experts"),
+        ("llama", {"tensor": 100}, "97 can't be sharded over 100 ranks"),
+        ("llama", {"tensor": "2"}, "tensor='2' must be 1 or more"),
+        ("llama", {"context_parallel": 0}, "context_parallel=0 must be 1 or more"),
+        ("llama", {"pipeline": 0}, "pipeline=0 must be 1 or more"),
+        ("llama", {"pipeline": 9}, "pipeline=9 stages, but the model has"),
+        ("qwen3_next", {"context_parallel": 2}, "context_parallel does not support qwen3_next"),
+        (
+            "deepseek_v3",
+            {"context_parallel": 2, "kv_dtype": "fp8"},
+            "no FP8 cache of MLA latents",
+        ),
+        ("qwen3_moe", {"expert": 2, "wire": "fp4"}, "wire='fp4'"),
+        ("qwen3_moe", {"expert": 2, "transport": "symmetric"}, "TRITON_INTERPRET=1"),
+        ("qwen3_moe", {"expert": 2, "transport": "hierarchical"}, "nodes=2 emulates two"),
+        ("qwen3_moe", {"expert": 2, "placement": "none.json"}, "none.json can't be read"),
+        ("qwen3_moe", {"expert": 2, "nodes": 3}, "2 ranks can't be divided into 3 nodes"),
+        ("qwen3_moe", {"expert": 2, "deterministic": True, "wire": "fp8"}, "dispatcher of its own"),
+        ("llama", {"tensor": 2, "transport": "all_to_all"}, "expert=1"),
+        ("llama", {"tensor": 2, "timeout": 0.0}, "timeout=0.0"),
+        ("llama", {"tensor": 2, "kv_dtype": "int3"}, "unknown kv_dtype='int3'"),
+        ("llama", {"tensor": 2, "context": 10**6}, "a context of 1000000 tokens"),
+    ],
+    ids=str,
+)
+def test_layouts_that_can_not_work_start_no_process(folder, monkeypatch, name, options, message):
+    monkeypatch.setattr(llm, "WorkerProcesses", lambda *_: pytest.fail("processes were started"))
+    with pytest.raises(ArgumentError, match=message):
+        LLM(folder(name), **cases.PLAIN | options)
 
 
 def test_deterministic_ranks_have_no_transport():
     with pytest.raises(ArgumentError, match="deterministic=True has a dispatcher of its own"):
         make_expert_options(LLMConfig(deterministic=True, expert=2, wire="fp8"))
-
-
-@pytest.mark.slow
-def test_indivisible_model_fails_on_all_ranks(folder):
-    """The error of a share that can't be made; nobody is left, and nothing of a mesh."""
-    with pytest.raises(ArgumentError, match="expert=2 needs a model with experts"):
-        LLM(folder("llama"), expert=2, **cases.PLAIN)
-    assert is_single_process()
 
 
 @pytest.mark.slow

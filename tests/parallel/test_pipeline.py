@@ -285,9 +285,7 @@ def test_single_process_starts_its_stages(folder):
     assert found == alone(path, greedy())
 
 
-def test_options_that_do_not_fit(folder):
-    with pytest.raises(ArgumentError, match="pipeline=0 must be 1 or more"):
-        LLM(folder("llama"), pipeline=0, **engine_cases.PLAIN)
+def test_more_stages_than_layers():
     with pytest.raises(ArgumentError, match="pipeline=9 stages, but the model has"):
         split_stages([1] * 4, 9)
 

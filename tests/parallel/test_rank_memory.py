@@ -59,6 +59,19 @@ def test_four_ranks_hold_what_is_planned(ranks, tmp_path, name, shape, busiest):
     check(ranks(4), make_folder(tmp_path, name), shape, busiest)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("llama", (1, 1, 1), {"context_parallel": 2}),
+        ("qwen3_moe", (1, 1, 2), {"context_parallel": 2}),
+        ("qwen3_moe", (2, 1, 2), {"micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_context_and_micro_batches_hold_what_is_planned(ranks, tmp_path, name, shape, options):
+    check(ranks(2), make_folder(tmp_path, name), shape, 0, **options)
+
+
 def test_deterministic_ranks_hold_what_is_planned(ranks, tmp_path):
     """One row an assignment, and experts that run where their rows are."""
     folder = make_folder(tmp_path, "qwen3_moe")

@@ -465,6 +465,17 @@ def test_suggestions_fit(capsys: pytest.CaptureFixture[str], words: tuple[str, .
             "expert=2 needs a model with experts, and this model is dense",
         ),
         (
+            ("--model", "qwen3-next-80b-a3b", "--gpus", "8", "--context-parallel", "2"),
+            "context_parallel does not support qwen3_next",
+        ),
+        (
+            (
+                *("--model", "deepseek-v3", "--gpus", "8x2", "--context-parallel", "2"),
+                *("--kv-dtype", "fp8"),
+            ),
+            "context_parallel has no FP8 cache of MLA latents",
+        ),
+        (
             ("--model", "qwen3-30b-a3b", "--gpus", "8", "--transport", "hierarchical"),
             "transport='hierarchical' can't be used: all ranks of the axis are on one node",
         ),

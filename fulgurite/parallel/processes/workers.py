@@ -102,11 +102,14 @@ class WorkerProcesses:
         ranks = range(1, len(self.processes) + 1)
         deadline = time.monotonic() + START_TIMEOUT
         while not store.check([str(rank) for rank in ranks]):
-            ended = [r for r, p in zip(ranks, self.processes, strict=True) if p.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                late = ended or [rank for rank in ranks if not store.check([str(rank)])]
+            exits = [(r, p.poll()) for r, p in zip(ranks, self.processes, strict=True)]
+            late = {rank: f"it {describe_exit(code)}" for rank, code in exits if code is not None}
+            if not late and time.monotonic() > deadline:
+                why = f"its process runs, and has not reported in {START_TIMEOUT:g} s"
+                late = {rank: why for rank in ranks if not store.check([str(rank)])}
+            if late:
                 raise RankError(
-                    f"rank {late[0]} did not start",
+                    "; ".join(f"rank {rank} did not start: {why}" for rank, why in late.items()),
                     ranks=tuple(late),
                     next="look at its last output, above; or start the ranks with torchrun",
                 )

@@ -57,13 +57,17 @@ class Communication:
 
     def begin_step(self, num_tokens: int) -> bool:
         """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks.
-        Returns whether a step of this size can be captured."""
-        is_sharded = self.mesh.tensor.size > 1 and self.mesh.expert.size > 1  # sequence parallel
-        ranks = self.mesh.tensor.size if is_sharded else 1
+        Returns whether a step of this size can be captured.
+
+        The context axis shards these tokens, and so does the tensor axis with sequence parallelism.
+        """
+        tokens = cdiv(num_tokens, self.mesh.context.size)
+        if self.mesh.tensor.size > 1 and self.mesh.expert.size > 1:
+            tokens = cdiv(tokens, self.mesh.tensor.size)
         can_capture = True
         for _, dispatcher in self.dispatchers.values():
             if is_sized(dispatcher):
-                dispatcher.set_step_tokens(cdiv(num_tokens, ranks))
+                dispatcher.set_step_tokens(tokens)
                 can_capture = can_capture and dispatcher.can_capture_step
         return can_capture
 

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
 from fulgurite.kernels.attention.metadata import ContextShard
 from fulgurite.kernels.attention.ops import paged_attention_shard, store_kv_cache
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.mla import MLAInputs, attend_absorbed
 from fulgurite.parallel.context import ContextParallel
-from fulgurite.plan.kv_cache import KVCacheGroup
+from fulgurite.plan.kv_cache import KVCacheGroup, check_context_cache
 from fulgurite.serve.engine.batch import InputBatch
 from fulgurite.serve.engine.kv_cache import (
     LayerStates,
@@ -70,11 +69,7 @@ class ContextKVCache(PagedKVCache):
         super().__init__(specs, groups, group_blocks, local_size, dtype, device)
         self.context = context
         self.shard = ContextShard(context.index, context.count)
-        if any(cache.dtype == torch.uint8 for cache in self.key_caches.values()):
-            raise ArgumentError(
-                "context_parallel has no FP8 cache of MLA latents",
-                next="leave out kv_dtype, or use bfloat16",
-            )
+        check_context_cache(specs, dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -111,13 +106,7 @@ class ContextKVCache(PagedKVCache):
     ) -> Tensor:
         assert k_XKH is not None, "this cache gives no slots to other kernels"
         new = [x for x in (q_XNH, k_XKH, v_XKV) if x is not None]
-        packed_TD = self.context.gather_tokens(
-            torch.cat([x.flatten(1) for x in new], dim=-1), self.num_tokens
-        )
-        columns = packed_TD.split([x.shape[1] * x.shape[2] for x in new], dim=-1)
-        q_TNH, k_TKH, *values = (
-            column.unflatten(-1, x.shape[1:]) for column, x in zip(columns, new, strict=True)
-        )
+        q_TNH, k_TKH, *values = self.context.gather_inputs(new, self.num_tokens)
         v_TKV = values[0] if values else None
         key_cache = self.key_caches[spec.layer_index]
         key_cache = key_cache[:, :, None] if spec.is_mla else key_cache

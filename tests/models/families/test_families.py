@@ -34,6 +34,19 @@ def test_logits_match_transformers(pair: ModelPair, length: int) -> None:
     assert relative_error(actual, logits_reference(pair.reference, ids)) < TOLERANCE
 
 
+def check_no_tokens(pair: ModelPair) -> None:
+    """What a rank without requests runs in a step, and a call with an empty batch row."""
+    nothing = torch.arange(0)
+    assert pair.model(nothing, nothing, NoKVCache()).shape == (0, pair.model.config.vocab_size)
+    rows = nothing[None].expand(2, 0)
+    for cache in (NoKVCache(), ContiguousKVCache(pair.model.attention_specs, 2, 4)):
+        assert pair.model(rows, rows, cache).shape == (2, 0, pair.model.config.vocab_size)
+
+
+def test_no_tokens(pair: ModelPair) -> None:
+    check_no_tokens(pair)
+
+
 def test_greedy_text_matches_transformers(pair: ModelPair) -> None:
     ids = make_prompt(20)
     expected = greedy_reference(pair.reference, ids, NUM_TOKENS)

@@ -14,7 +14,7 @@ from fulgurite.models import load_model
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.registry import find_family
 from fulgurite.serve.engine.request import SamplingParams
-from tests.models.families.test_families import TOLERANCE, relative_error
+from tests.models.families.test_families import TOLERANCE, check_no_tokens, relative_error
 from tests.models.more_cases import MORE_CASES
 from tests.models.reference_models import (
     CASES,
@@ -50,6 +50,10 @@ def test_logits_and_gradients_match_transformers(pair: ModelPair) -> None:
         (actual_grad,) = torch.autograd.grad(actual.pow(2).mean(), [pair.model.embed_tokens.weight])
     assert relative_error(actual, expected) < TOLERANCE
     assert relative_error(actual_grad, expected_grad) < TOLERANCE
+
+
+def test_no_tokens(pair: ModelPair) -> None:
+    check_no_tokens(pair)
 
 
 def test_engine_matches_transformers(pair: ModelPair) -> None:

@@ -6,6 +6,7 @@ Ranks import the module of their function, so this module must not import pytest
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from fulgurite.parallel.experts.placement import read_expert_load
 from fulgurite.parallel.experts.transport import ExpertOptions, make_dispatcher
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.serve.engine.request import SamplingParams
-from tests.parallel.engine_cases import Tokens, open_llm, report_hang
+from fulgurite.serve.llm import LLM
+from tests.parallel.engine_cases import PLAIN, Tokens, open_llm, report_hang, use_graphs
 from tests.parallel.experts.expert_cases import HIDDEN, make_experts, make_inputs
 from tests.parallel.model_cases import Shape, distance, mesh_of
 
@@ -178,18 +180,27 @@ def generate(
 
 
 def save_load_twice(
-    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], file: Path
-) -> tuple[int, int]:
-    """Rank 0: the tokens that an expert load counts after one generation, and after two of them."""
-    found = []
-    with open_llm(folder, shape, record_load=file) as llm:
+    folder: Path,
+    axes: dict[str, int],
+    prompts: Tokens,
+    params: list[SamplingParams],
+    file: Path,
+    graphs: bool,
+) -> list[list[list[int]]]:
+    """Rank 0: the expert load after one generation, and after two. `graphs`: those of `use_graphs`."""
+    found: list[list[list[int]]] = []
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(folder, **axes, timeout=60.0, record_load=file, **PLAIN))
+        if graphs:
+            stack.enter_context(use_graphs(llm, [], [], fails=-1))
         if llm.is_driver:
             for _ in range(2):
                 llm.generate(prompts, params)
                 llm.engine.reset_prefix_cache()
                 llm.save_load()
-                found.append(int(read_expert_load(file)[0].sum()))
-    return found[0] if found else 0, found[1] if found else 0
+                found.append(read_expert_load(file).tolist())
+        llm.close()
+    return found
 
 
 def error_of(folder: Path, shape: Shape, options: dict[str, Any]) -> str:
