@@ -70,6 +70,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
         {"common"},
         {"elementwise", "sampling", "quantize"},
         {"attention", "conv", "gemm", "linear_attention"},
+        {"recurrent"},
         {"cross_entropy", "optimizer"},
         {"mla"},
         {"grouped_gemm"},

@@ -23,6 +23,7 @@ from torch._guards import TracingContext
 from fulgurite.capture.alias_offsets import restore_alias_offsets
 from fulgurite.capture.bincount import BINCOUNT_DECOMPOSITIONS
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
+from fulgurite.capture.encoder_layer import ENCODER_LAYER_DECOMPOSITIONS
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
 from fulgurite.capture.strided_inputs import guard_strided_inputs
@@ -102,7 +103,11 @@ def run_aot_autograd(
         bw_compiler=build_backward,
         inference_compiler=build_inference,
         partition_fn=split,
-        decompositions={**foreach_decompositions(), **BINCOUNT_DECOMPOSITIONS},
+        decompositions={
+            **foreach_decompositions(),
+            **BINCOUNT_DECOMPOSITIONS,
+            **ENCODER_LAYER_DECOMPOSITIONS,
+        },
         keep_inference_input_mutations=True,  # an input mutation is a line of the trace
     )
     outputs = [example_value(node) for node in module.graph.output_node().all_input_nodes]

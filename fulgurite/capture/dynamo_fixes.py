@@ -57,7 +57,7 @@ from torch.fx.experimental.symbolic_shapes import (
     guard_or_false,
 )
 
-from fulgurite.capture import matmul_rules, python_numbers
+from fulgurite.capture import matmul_rules, python_numbers, recurrent
 from fulgurite.capture.mixed_norms import (
     fake_group_norm,
     fake_group_norm_backward,
@@ -120,6 +120,7 @@ def install() -> None:
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
     python_numbers.install()
     matmul_rules.install()
+    recurrent.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)

@@ -10,6 +10,7 @@ what it does not support, and the reference runs (`registry.py`).
     grouped_gemm/  rows sorted by expert                 moe/         routing, experts, combine
     sampling/      tokens from logits                    elementwise/ norms, RoPE, activations
     dispatch/      expert-parallel all-to-all            conv/        packed convolutions on the CPU
+    recurrent/     LSTM, GRU and RNN on the CPU
     common/        what kernels share: device functions, launches, the C++ library
     tuning/        launch configs, a table a device family
     include/       C++ headers of the CPU kernels

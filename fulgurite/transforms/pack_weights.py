@@ -22,6 +22,8 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite.kernels.conv import cpu, ops, packing
+from fulgurite.kernels.recurrent import cpu as recurrent_cpu
+from fulgurite.kernels.recurrent.ops import recurrence
 from fulgurite.native import find_compiler
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import format_count, value_bytes
@@ -41,6 +43,7 @@ from fulgurite.transforms.library_calls import (
     RESHAPES,
     LibraryCall,
     fuse_epilogue,
+    is_frozen,
     match_library_call,
 )
 from fulgurite.units import format_bytes
@@ -56,7 +59,13 @@ def has_library_calls(trace: Trace) -> bool:
     """Whether the step "pack_weights" applies: an inference graph with products of weights on the CPU."""
     if trace.kind != "inference" or find_compiler() is None:
         return False
-    return any(match_library_call(node) is not None for node in trace.graph.nodes)
+    nodes = trace.graph.nodes
+    return any(_is_frozen_packing(node) or match_library_call(node) is not None for node in nodes)
+
+
+def _is_frozen_packing(node: fx.Node) -> bool:
+    """Whether a node packs a weight or bias that does not change: that of a recurrent layer."""
+    return node.target in PACKING_OPS and is_frozen(node)
 
 
 def pack_weights(trace: Trace, is_layer: bool = False) -> Trace:
@@ -88,7 +97,8 @@ def _pack_weights(trace: Trace, num_copies: int) -> Trace:
         replaced[new] = call.last.name
         if new.target in RESHAPES:
             inner_names[new.all_input_nodes[0]] = call.node.name
-    if not replaced:
+    packed = [node for node in module.graph.nodes if _is_frozen_packing(node)]
+    if not packed:
         return trace
     module.graph.eliminate_dead_code()
     for node, name in (replaced | inner_names).items():
@@ -99,8 +109,10 @@ def _pack_weights(trace: Trace, num_copies: int) -> Trace:
         update_layouts(module, before)
     except CannotRelayout:
         return trace
-    _freeze_packed_weights(module, len(replaced))
+    _freeze_packed_weights(module)
     cpu.start_build()  # while the rest is compiled
+    if any(node.target is recurrence.overload for node in module.graph.nodes):
+        recurrent_cpu.start_build()
     return trace.with_module(module)
 
 
@@ -159,9 +171,10 @@ def _add_linear(call: LibraryCall, add: Any) -> fx.Node:
     return add(source.target, new, *source.args[1:])
 
 
-def _freeze_packed_weights(module: fx.GraphModule, count: int) -> None:
+def _freeze_packed_weights(module: fx.GraphModule) -> None:
     """Compute packed weights, and what they are computed from, in one region that runs once."""
-    packed = [node for node in module.graph.nodes if node.target in PACKING_OPS]
+    packed = list(filter(_is_frozen_packing, module.graph.nodes))
+    count = sum(node.target is ops.pack_weight.overload for node in packed)
     inner, inputs = _extract_frozen(module, packed)
     size = sum(value_bytes(fake_value(node)) for node in packed)
     summary = f"{format_count(count, 'weight')} packed once   {format_bytes(size)}"
