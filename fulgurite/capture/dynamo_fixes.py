@@ -15,10 +15,11 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   TorchDynamo traces a copy.
 - `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
   gives an offset past the end, which a later `as_strided` counts from.
+- Padding with a constant by symbols that are 0 or negative keeps the order of strides, as by numbers.
 - `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
 - The gradient of `F.affine_grid` takes symbolic sizes: torch's own takes numbers only.
-- Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs
-  (`mixed_norms.py`).
+- Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs, and
+  running statistics keep their dtype (`mixed_norms.py`).
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
 - `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
   gives it the strides of its input, of which several elements may share an address.
@@ -62,6 +63,7 @@ from fulgurite.capture.mixed_norms import (
     fake_group_norm,
     fake_group_norm_backward,
     keep_dtype_of_input,
+    keep_dtype_of_running_statistics,
     save_float32_statistics,
 )
 from fulgurite.capture.program_errors import (
@@ -105,6 +107,8 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
     _trace_by(torch.ops.aten.diagonal.default, _view_diagonal)
+    pad = torch.ops.aten.constant_pad_nd.default
+    _use_shape_rule(pad, _pad_by_symbols(pad.py_kernels[DispatchKey.Meta]))
     _trace_by(torch.ops.aten.threshold_backward.default, _threshold_backward)
     _correct_mixed_norms()
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
@@ -181,7 +185,8 @@ def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
 
 
 def _correct_mixed_norms() -> None:
-    _replace(decompositions, "native_batch_norm_helper", save_float32_statistics)
+    for correct in (save_float32_statistics, keep_dtype_of_running_statistics):
+        _replace(decompositions, "native_batch_norm_helper", correct)
     _replace(torch._refs, "native_layer_norm", save_float32_statistics)
     layer_norm = torch.ops.aten.native_layer_norm.default
     _trace_by(layer_norm, save_float32_statistics(decomposition_table[layer_norm]))
@@ -198,6 +203,22 @@ def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     if offset and guard_or_false(result.shape[-1] == 0):
         return self.as_strided(result.shape, result.stride(), self.storage_offset())
     return result
+
+
+def _pad_by_symbols(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Without an added element the op copies a part of its input; torch's rule looks at numbers only."""
+
+    def pad(input: Tensor, pad: list[Any], value: Any = 0) -> Tensor:
+        padded: Tensor = rule(input, pad, value)
+        if input.is_contiguous() or not all(guard_or_false(amount <= 0) for amount in pad):
+            return padded
+        part = input
+        for number, before in enumerate(pad[::2]):
+            dim = input.dim() - 1 - number
+            part = part.narrow(dim, -before, padded.shape[dim])
+        return part.clone()
+
+    return pad
 
 
 def _affine_grid_backward(grad: Tensor, size: list[Any], align_corners: bool) -> Tensor:

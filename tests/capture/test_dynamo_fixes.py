@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -222,6 +223,20 @@ def test_views_of_an_empty_diagonal(offset):
         x = torch.randn(size, size)
         for _ in range(2):  # later calls run the host program
             torch.testing.assert_close(compiled(x), f(x))
+
+
+@pytest.mark.parametrize("amount", [0, -1, 2])
+@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)])
+def test_padding_by_a_symbol_has_the_strides_of_eager(amount, shape):
+    def pad(x, n):
+        return F.pad(x, (n, 0)), F.pad(x, (0, 0, n, n), value=3.0)
+
+    x = torch.arange(float(math.prod(shape))).view(shape).mT
+    for ours, eager in zip(
+        fulgurite.compile(pad, dynamic=True)(x, amount), pad(x, amount), strict=True
+    ):
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.float32, torch.float64)])

@@ -198,6 +198,20 @@ def test_rules_that_predict_another_dtype_are_no_finding() -> None:
         check.check(program)
 
 
+def test_gradients_of_another_type_are_compared() -> None:
+    """Where the gradient is all zeros, torch's capture makes it a plain tensor."""
+    program = Program(
+        seed=1,
+        kind="subclass",
+        inputs=(Input("a0", (1,), "float32", "two", requires_grad=True),),
+        lines=(Line("t0", "a0.split([1, a0.size(0) - 1])[1]"),),
+        outputs=("t0",),
+        gradient=True,
+    )
+    with pytest.raises(check.Discard, match="torch captures another program"):
+        check.check(program)
+
+
 def test_the_shrinker_keeps_indices_in_range_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
