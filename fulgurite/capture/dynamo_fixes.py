@@ -1,6 +1,6 @@
-"""Where TorchDynamo fails or is wrong on programs that eager mode runs.
+"""Where TorchDynamo or AOTAutograd fails or is wrong on programs that eager mode runs.
 
-In: TorchDynamo's functions. Out: the same functions, corrected when this module is first used.
+In: their functions. Out: the same functions, corrected when this module is first used.
 
 - An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
@@ -25,6 +25,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   gives it the strides of its input, of which several elements may share an address.
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
+- An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
+  that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
@@ -34,10 +36,11 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +53,7 @@ from torch._dynamo import convert_frame, exc, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import register_op_impl
@@ -119,6 +123,7 @@ def install() -> None:
     _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
+    _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
@@ -161,6 +166,21 @@ def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[T
         return x.clone() if is_expanded else copy_with_strides(x)
 
     return copy
+
+
+def _rebuild_by_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` returns the metadata of a graph in which inputs that share memory are one input."""
+
+    def create(metadata: Any, merged: Sequence[Any], *args: Any) -> Any:
+        created, *others = original(metadata, merged, *args)
+        for number, info in enumerate(metadata.output_info):
+            is_merged = info.base_idx is not None and not isinstance(merged[info.base_idx], int)
+            if is_merged and getattr(info, "view_meta_sequence", None) is not None:
+                new = created.output_info[number]
+                created.output_info[number] = dataclasses.replace(new, view_meta_sequence=None)
+        return created, *others
+
+    return create
 
 
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -267,6 +267,31 @@ def test_a_norm_along_a_dimension_that_is_none():
         fulgurite.compile(lambda x: torch.linalg.vector_norm(x, 1, -3))(torch.ones(1, 1))
 
 
+SHARED = {
+    "overlap": lambda x: (x[1:5], x[2:]),
+    "one in the other": lambda x: (x[2:], x),
+    "rows": lambda x: (x.view(4, 2)[1:], x.view(4, 2)[2]),
+    "transposed": lambda x: (x.view(4, 2).t(), x.view(4, 2)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
+def test_outputs_that_are_views_of_inputs_that_share_memory(views, dynamic):
+    def write(x, y):
+        x.add_(1)
+        return x[:1], x[1:], y.view(-1)[1:], x.t(), x, x.sum()
+
+    compiled = fulgurite.compile(write, dynamic=dynamic)
+    memory, eager_memory = torch.arange(8.0), torch.arange(8.0)
+    results, expected = compiled(*views(memory)), write(*views(eager_memory))
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(memory, eager_memory)
+    for ours, eager in zip(results[:-1], expected[:-1], strict=True):
+        assert ours.storage_offset() == eager.storage_offset()
+        assert ours.untyped_storage().data_ptr() == memory.data_ptr()
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_upsampling_of_an_empty_batch(mode, dims):
