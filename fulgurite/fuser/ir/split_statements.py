@@ -98,9 +98,13 @@ def split_statements(region: Region, roots: set[str]) -> Region:
         overwritten = {k: target for k, target in overwritten.items() if k not in unsafe}
 
 
+def _is_pointwise(s: Statement) -> bool:
+    """Whether the expression is the result: a scatter stores values on top of it."""
+    return s.reduction is None and s.scan is None and s.scatter is None
+
+
 def _is_splittable(s: Statement) -> bool:
-    is_pointwise = s.reduction is None and s.scan is None and s.scatter is None
-    return is_pointwise and not s.tensor.is_view_as_real and not s.tensor.is_empty
+    return _is_pointwise(s) and not s.tensor.is_view_as_real and not s.tensor.is_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +242,7 @@ class _Splitter:
 
         def inline(part: Expression) -> Expression | None:
             s = self.statements.get(part.name) if isinstance(part, Load) else None
-            if s is None or not isinstance(s.expression, Constant) or s.reduction is not None:
+            if s is None or not isinstance(s.expression, Constant) or not _is_pointwise(s):
                 return None
             return _round_constant(s.expression, s.tensor.dtype)
 
