@@ -93,7 +93,8 @@ def literal(tensor: Tensor, device: str, shared: str = "", is_known: bool = Fals
     if shared:
         text = shared if is_known else f"({shared} := {text})"
     contiguous = torch.empty(tensor.shape).stride()
-    if tensor.stride() != contiguous or tensor.storage_offset() or len(tensor.shape) != 1:
+    is_whole = tensor.shape == memory.shape and tensor.stride() == contiguous
+    if not is_whole or tensor.storage_offset():
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         text += f".as_strided({shape}, {stride}, {tensor.storage_offset()})"
     return text
