@@ -25,6 +25,7 @@ from fulgurite.capture.attention_masks import fold_captured_masks
 from fulgurite.capture.autograd import run_aot_autograd
 from fulgurite.capture.convolution_gemm import use_gemm_for_convolutions
 from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.capture.foreach import separate_writes
 from fulgurite.capture.inference_mode import use_no_grad
 from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
@@ -113,6 +114,7 @@ class Session:
         use_gemm_for_convolutions(module)
         replace_views(module)
         view_storages(module)
+        separate_writes(module)
         captured = module
         if self.options.granularity == "auto":
             module = self.outline(module)

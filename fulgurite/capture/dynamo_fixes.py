@@ -1,6 +1,6 @@
-"""Where TorchDynamo fails or is wrong on programs that eager mode runs.
+"""Where TorchDynamo or AOTAutograd fails or is wrong on programs that eager mode runs.
 
-In: TorchDynamo's functions. Out: the same functions, corrected when this module is first used.
+In: their functions. Out: the same functions, corrected when this module is first used.
 
 - An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
@@ -15,15 +15,18 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   TorchDynamo traces a copy.
 - `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
   gives an offset past the end, which a later `as_strided` counts from.
+- Padding with a constant by symbols that are 0 or negative keeps the order of strides, as by numbers.
 - `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
 - The gradient of `F.affine_grid` takes symbolic sizes: torch's own takes numbers only.
-- Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs
-  (`mixed_norms.py`).
+- Norms of bfloat16 or float16 numbers with float32 parameters save their statistics in float32 on CPUs, and
+  running statistics keep their dtype (`mixed_norms.py`).
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
 - `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
   gives it the strides of its input, of which several elements may share an address.
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
+- An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
+  that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
@@ -33,10 +36,11 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +53,7 @@ from torch._dynamo import convert_frame, exc, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import register_op_impl
@@ -62,6 +67,7 @@ from fulgurite.capture.mixed_norms import (
     fake_group_norm,
     fake_group_norm_backward,
     keep_dtype_of_input,
+    keep_dtype_of_running_statistics,
     save_float32_statistics,
 )
 from fulgurite.capture.program_errors import (
@@ -105,6 +111,8 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
     _trace_by(torch.ops.aten.diagonal.default, _view_diagonal)
+    pad = torch.ops.aten.constant_pad_nd.default
+    _use_shape_rule(pad, _pad_by_symbols(pad.py_kernels[DispatchKey.Meta]))
     _trace_by(torch.ops.aten.threshold_backward.default, _threshold_backward)
     _correct_mixed_norms()
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
@@ -115,6 +123,7 @@ def install() -> None:
     _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
+    _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
@@ -160,6 +169,21 @@ def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[T
     return copy
 
 
+def _rebuild_by_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` returns the metadata of a graph in which inputs that share memory are one input."""
+
+    def create(metadata: Any, merged: Sequence[Any], *args: Any) -> Any:
+        created, *others = original(metadata, merged, *args)
+        for number, info in enumerate(metadata.output_info):
+            is_merged = info.base_idx is not None and not isinstance(merged[info.base_idx], int)
+            if is_merged and getattr(info, "view_meta_sequence", None) is not None:
+                new = created.output_info[number]
+                created.output_info[number] = dataclasses.replace(new, view_meta_sequence=None)
+        return created, *others
+
+    return create
+
+
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda sizes: original(sizes) != 0
 
@@ -182,7 +206,8 @@ def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
 
 
 def _correct_mixed_norms() -> None:
-    _replace(decompositions, "native_batch_norm_helper", save_float32_statistics)
+    for correct in (save_float32_statistics, keep_dtype_of_running_statistics):
+        _replace(decompositions, "native_batch_norm_helper", correct)
     _replace(torch._refs, "native_layer_norm", save_float32_statistics)
     layer_norm = torch.ops.aten.native_layer_norm.default
     _trace_by(layer_norm, save_float32_statistics(decomposition_table[layer_norm]))
@@ -199,6 +224,22 @@ def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     if offset and guard_or_false(result.shape[-1] == 0):
         return self.as_strided(result.shape, result.stride(), self.storage_offset())
     return result
+
+
+def _pad_by_symbols(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Without an added element the op copies a part of its input; torch's rule looks at numbers only."""
+
+    def pad(input: Tensor, pad: list[Any], value: Any = 0) -> Tensor:
+        padded: Tensor = rule(input, pad, value)
+        if input.is_contiguous() or not all(guard_or_false(amount <= 0) for amount in pad):
+            return padded
+        part = input
+        for number, before in enumerate(pad[::2]):
+            dim = input.dim() - 1 - number
+            part = part.narrow(dim, -before, padded.shape[dim])
+        return part.clone()
+
+    return pad
 
 
 def _affine_grid_backward(grad: Tensor, size: list[Any], align_corners: bool) -> Tensor:

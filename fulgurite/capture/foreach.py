@@ -1,7 +1,7 @@
 """Foreach ops as one op a tensor.
 
 In: ATen's `_foreach_*` ops, which optimizers and gradient clipping call. Out: decompositions for
-AOTAutograd's tracing. One op a tensor can be fused with its neighbours, and takes a symbolic number: an
+AOTAutograd's tracing, and `separate_writes` for captured graphs. One op a tensor can be fused with its neighbours, and takes a symbolic number: an
 opaque foreach op makes TorchDynamo specialize on a learning rate, so that every new one recompiles.
 `add` and `sub` with a symbolic `alpha` are decomposed for the same reason.
 """
@@ -9,11 +9,16 @@ opaque foreach op makes TorchDynamo specialize on a learning rate, so that every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
+
+from fulgurite.capture.input_aliasing import has_storage
+from fulgurite.trace.node_meta import example_value
 
 aten = torch.ops.aten
 PREFIX = "aten::_foreach_"
@@ -83,3 +88,62 @@ def _decompose_alpha(op: OpOverload, self: Any, other: Any, *, alpha: Any = 1) -
     if not isinstance(alpha, torch.SymFloat) or not isinstance(other, torch.Tensor):
         return NotImplemented
     return op(self, other * alpha)
+
+
+def separate_writes(module: fx.GraphModule) -> None:
+    """Write tensors of one list that share memory one after another, as eager mode does.
+
+    torch's functionalization lets an in-place foreach op read all tensors before it writes any.
+    """
+    nodes = [node for node in module.graph.nodes if _is_foreach_write(node) and _is_aliased(node)]
+    for node in nodes:
+        _write_one_by_one(node)
+    if nodes:
+        module.recompile()
+
+
+def _is_foreach_write(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return node.op == "call_function" and name.startswith("_foreach_") and name.endswith("_")
+
+
+def _arguments(node: fx.Node) -> Iterator[Any]:
+    return iter((*node.args, *node.kwargs.values()))
+
+
+def _is_aliased(node: fx.Node) -> bool:
+    """Whether a tensor shares memory with one at another position of its list, or of another list."""
+    positions: dict[int, set[int]] = {}  # by storage
+    for values in _arguments(node):
+        for position, item in enumerate(values if isinstance(values, list | tuple) else ()):
+            value = example_value(item) if isinstance(item, fx.Node) else None
+            if has_storage(value):
+                positions.setdefault(value.untyped_storage()._cdata, set()).add(position)
+    return any(len(found) > 1 for found in positions.values())
+
+
+def _write_one_by_one(node: fx.Node) -> None:
+    graph, written = node.graph, list(next(_arguments(node)))
+    with graph.inserting_before(node):
+        for k in range(len(written)):
+            args = tuple(_take(graph, value, k) for value in node.args)
+            kwargs = {name: _take(graph, value, k) for name, value in node.kwargs.items()}
+            one = graph.call_function(node.target, args, kwargs)
+            one.meta.update(node.meta, example_value=[example_value(written[k])])
+    for user in [*node.users]:
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(written[user.args[1]])
+            graph.erase_node(user)
+        else:  # it takes the whole list
+            args = fx.map_arg((user.args, user.kwargs), lambda n: written if n is node else n)
+            user.args, user.kwargs = args
+    graph.erase_node(node)
+
+
+def _take(graph: fx.Graph, value: Any, k: int) -> Any:
+    """An argument for the tensor at position k alone."""
+    if isinstance(value, list | tuple):
+        return [value[k]]
+    if isinstance(value, fx.Node) and example_value(value).dim() == 1:  # a number for each tensor
+        return graph.call_function(operator.getitem, (value, slice(k, k + 1)))
+    return value

@@ -4,6 +4,7 @@ In: torch's rules for batch, layer and group norm, by which ops are traced and d
 rules with the dtypes of torch's CPU kernels. The kernels save mean and rstd in float32; torch's rules say
 that these have the dtype of the input. A compiled backward would then read float32 memory as bfloat16, or
 give a library call statistics that it refuses. Statistics in float32 also make gradients more accurate.
+New running statistics have the dtype of the old ones; torch's rule gives float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,19 @@ def save_float32_statistics(rule: Rule) -> Rule:
             return rule(input, *arguments, **kwargs)
         output, *statistics = rule(input.float(), *arguments, **kwargs)
         return output.to(input.dtype), *statistics
+
+    return norm
+
+
+def keep_dtype_of_running_statistics(rule: Rule) -> Rule:
+    """A rule of batch norm whose new running statistics have the dtype of the old ones."""
+
+    def norm(
+        input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any
+    ) -> Any:
+        output, mean, rstd, *new = rule(input, weight, bias, running_mean, running_var, *settings)
+        pairs = zip(new, (running_mean, running_var), strict=True)
+        return output, mean, rstd, *(x if old is None else x.to(old.dtype) for x, old in pairs)
 
     return norm
 

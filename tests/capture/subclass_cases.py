@@ -268,3 +268,31 @@ TRAINING: dict[str, tuple[Any, list[Any]]] = {
     ),
     "labelled": (lambda x: x.sin() * 2, [labelled(3, 4)]),
 }
+
+
+class Scaled(Tensor):
+    """`base * scale`. Views keep the subclass; any other op, `as_strided` too, returns a plain tensor."""
+
+    @staticmethod
+    def __new__(cls, base, scale):
+        return Tensor._make_wrapper_subclass(
+            cls, base.shape, strides=base.stride(), dtype=base.dtype, device=base.device
+        )
+
+    def __init__(self, base, scale):
+        self.base, self.scale = base, scale
+
+    def __tensor_flatten__(self):
+        return ["base"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(inner, scale, outer_size, outer_stride):
+        return Scaled(inner["base"], scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
+            result = Scaled(op(args[0].base, *args[1:]), args[0].scale)
+            return return_and_correct_aliasing(op, args, kwargs or {}, result)
+        unwrap = pytree.tree_map_only(Scaled, lambda x: x.base * x.scale, (args, kwargs or {}))
+        return op(*unwrap[0], **unwrap[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -224,6 +225,20 @@ def test_views_of_an_empty_diagonal(offset):
             torch.testing.assert_close(compiled(x), f(x))
 
 
+@pytest.mark.parametrize("amount", [0, -1, 2])
+@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)])
+def test_padding_by_a_symbol_has_the_strides_of_eager(amount, shape):
+    def pad(x, n):
+        return F.pad(x, (n, 0)), F.pad(x, (0, 0, n, n), value=3.0)
+
+    x = torch.arange(float(math.prod(shape))).view(shape).mT
+    for ours, eager in zip(
+        fulgurite.compile(pad, dynamic=True)(x, amount), pad(x, amount), strict=True
+    ):
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.float32, torch.float64)])
 def test_dtype_of_a_gradient_of_two_dtypes(dtypes):
     op = torch.ops.aten.threshold_backward
@@ -250,6 +265,31 @@ def test_norms_along_negative_dimensions_of_size_1(order, size, dim, keepdim):
 def test_a_norm_along_a_dimension_that_is_none():
     with pytest.raises((IndexError, OpError), match="Dimension out of range"):
         fulgurite.compile(lambda x: torch.linalg.vector_norm(x, 1, -3))(torch.ones(1, 1))
+
+
+SHARED = {
+    "overlap": lambda x: (x[1:5], x[2:]),
+    "one in the other": lambda x: (x[2:], x),
+    "rows": lambda x: (x.view(4, 2)[1:], x.view(4, 2)[2]),
+    "transposed": lambda x: (x.view(4, 2).t(), x.view(4, 2)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
+def test_outputs_that_are_views_of_inputs_that_share_memory(views, dynamic):
+    def write(x, y):
+        x.add_(1)
+        return x[:1], x[1:], y.view(-1)[1:], x.t(), x, x.sum()
+
+    compiled = fulgurite.compile(write, dynamic=dynamic)
+    memory, eager_memory = torch.arange(8.0), torch.arange(8.0)
+    results, expected = compiled(*views(memory)), write(*views(eager_memory))
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(memory, eager_memory)
+    for ours, eager in zip(results[:-1], expected[:-1], strict=True):
+        assert ours.storage_offset() == eager.storage_offset()
+        assert ours.untyped_storage().data_ptr() == memory.data_ptr()
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])

@@ -84,3 +84,29 @@ def test_a_new_number_does_not_recompile(foreach):
         function(eager, gradients, 0.1 / (step + 1))
         torch.testing.assert_close(ours, eager)
     assert len(compiled.session.graphs) == 2  # one for the first number, one for all others
+
+
+def write_views(x, y):
+    """Each list has tensors that share memory."""
+    torch._foreach_add_([x, x[0]], 1.0)
+    torch._foreach_mul_([x, y], [y, x])
+    torch._foreach_pow_([x[0], x[:2]], [2.0, 3.0])
+    torch._foreach_copy_([x[1], x[2]], [x[2], x[0]])
+    torch._foreach_addcmul_([x, x[0]], [y, y[1]], [x, x[2]], torch.tensor([1.0, 2.0]))
+    return torch._foreach_add_([x, x[0]], 1.0), torch._foreach_neg_([y, y[0]])[1] * 2
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_of_a_list_that_share_memory_are_written_in_turn(is_shared, dynamic):
+    def inputs():
+        x = torch.linspace(0.5, 2, 12).view(4, 3)
+        return x, (x[:3] if is_shared else torch.linspace(1, 2, 9).view(3, 3))
+
+    def run(function):
+        x, y = inputs()
+        return function(x[:3], y), x, y
+
+    compiled = fulgurite.compile(write_views, dynamic=dynamic)
+    for _ in range(2):
+        torch.testing.assert_close(run(compiled), run(write_views))

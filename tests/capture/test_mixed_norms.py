@@ -87,3 +87,23 @@ def test_dtypes_of_fake_tensors(name):
     expected = saved_dtypes()
     with FakeTensorMode():
         assert saved_dtypes() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_running_statistics_keep_their_dtype(dtype, dynamic):
+    """torch's rule gives float32."""
+
+    def norm(x, mean, variance):
+        return nn.functional.batch_norm(x, mean, variance, training=True)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 5, 5).to(dtype)
+    ours, eager = ([torch.zeros(8, dtype=dtype), torch.ones(8, dtype=dtype)] for _ in range(2))
+    y = fulgurite.compile(norm, dynamic=dynamic)(x, *ours)
+    exact = [torch.zeros(8).double(), torch.ones(8).double()]
+    norm(x, *eager)
+    torch.testing.assert_close(y.double(), norm(x.double(), *exact), rtol=8e-3, atol=8e-3)
+    for new, old, right in zip(ours, eager, exact, strict=True):
+        assert new.dtype == old.dtype
+        torch.testing.assert_close(new.double(), right, rtol=8e-3, atol=1e-3)

@@ -22,6 +22,7 @@ from tests.capture.subclass_cases import (
     FUNCTIONS,
     TRAINING,
     Labelled,
+    Scaled,
     Shifted,
     jagged,
     two,
@@ -217,6 +218,16 @@ def test_shared_memory_that_aot_autograd_refuses_runs_op_by_op(name, monkeypatch
     with pytest.warns(FallbackWarning):
         check_memory(compiled, name)
     check_memory(compiled, "disjoint")
+
+
+@pytest.mark.filterwarnings("ignore::fulgurite.errors.FallbackWarning")
+def test_views_of_a_subclass_whose_as_strided_is_plain(monkeypatch):
+    monkeypatch.setenv("FULGURITE_STRICT", "0")
+    base = torch.arange(6.0).view(2, 3)
+    view, product = fulgurite.compile(lambda x: (x.view(-1), x * 3))(Scaled(base, 2.0))
+    assert type(view) is Scaled and view.scale == 2.0 and type(product) is Tensor
+    assert view.base.data_ptr() == base.data_ptr()
+    torch.testing.assert_close(product, base * 6)
 
 
 def test_the_same_subclass_as_two_inputs():

@@ -29,14 +29,15 @@ class Totals:
 
     programs: int = 0
     lines: int = 0
-    discarded: Counter[str] = field(default_factory=Counter)
+    discarded: dict[str, list[int]] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
     ops: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: dict[str, Any]) -> None:
         self.programs += report["programs"]
         self.lines += report["lines"]
-        self.discarded.update(report["discarded"])
+        for reason, seeds in report["discarded"].items():
+            self.discarded.setdefault(reason, []).extend(seeds)
         self.findings += report["findings"]
         self.ops.update(report["ops"])
 
@@ -127,7 +128,7 @@ class Run:
         rate = totals.programs / max(seconds, 1e-9)
         return (
             f"{totals.programs} programs, {totals.lines} lines, {seconds:.0f} s, {rate:.1f} programs/s, "
-            f"{sum(totals.discarded.values())} discarded, {len(totals.findings)} findings"
+            f"{sum(map(len, totals.discarded.values()))} discarded, {len(totals.findings)} findings"
         )
 
     def run(self) -> int:
@@ -145,8 +146,8 @@ class Run:
 
     def print_groups(self) -> None:
         print(self.summary())
-        for reason, count in self.totals.discarded.most_common():
-            print(f"  discarded {count}: {reason}")
+        for reason, seeds in self.totals.discarded.items():
+            print(f"  discarded {len(seeds)}: {reason}: {' '.join(map(str, seeds[:9]))}")
         ops = all_ops()
         missing = sorted(ops - self.totals.ops.keys())
         print(f"  {len(ops) - len(missing)} of {len(ops)} ops of the fuser's tables")

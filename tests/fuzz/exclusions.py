@@ -7,6 +7,7 @@ written, on how a device rounds the smallest numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ AVERAGES = re.compile(r"interpolate|pool|softmax|conv|linear|einsum|mv\(|cumulat
 ACCUMULATIONS = re.compile(r"accumulate=True|scatter_add|index_add|scatter_reduce|put_?\(")
 RMS_NORM = re.compile(r"rms_norm")
 DIVISOR = re.compile(r"avg_pool.*divisor_override")
+COPIES = re.compile(r"copy_\(|\] = [at]\d")
 Values = Mapping[str, Any]
 
 
@@ -53,6 +55,8 @@ def is_excluded(line: Line, program: Program, values: Values) -> bool:
     if is_written and any(_overlaps_itself(values.get(n), program, values) for n in line.used):
         return True
     used = [values[name] for name in line.used & values.keys()]
+    if COPIES.search(text) and any(_share_memory(a, b) for a, b in itertools.combinations(used, 2)):
+        return True  # eager may read what it has just written
     if "as_strided" in text and not all(_is_covered(value, program, values) for value in used):
         return True
     if DIVISION.search(text) and any(map(has_smallest_integer, used)):
@@ -92,6 +96,10 @@ def _overlaps_itself(value: Any, program: Program, values: Values) -> bool:
     windows = [i.name for i in program.inputs if i.layout in ("windows", "expanded")]
     memory = set().union(*(storages(values[name]) for name in windows))
     return isinstance(value, Tensor) and bool(storages(value) & memory)
+
+
+def _share_memory(one: Any, two: Any) -> bool:
+    return all(isinstance(x, Tensor) for x in (one, two)) and bool(storages(one) & storages(two))
 
 
 def _is_covered(value: Any, program: Program, values: Values) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.check import Failure
-from tests.fuzz.inputs import make_tensor
+from tests.fuzz.inputs import make_arguments, make_tensor
 from tests.fuzz.program import Input, Number, Program
 
 SCRIPT = '''"""Fuzzer finding: seed {seed}, kind {kind}, target {target}.
@@ -79,22 +80,42 @@ def group_of(program: Program, failure: Failure) -> str:
     return f"{failure.category} ({failure.what}): " + " ; ".join(lines)
 
 
-def literal(tensor: Tensor, device: str) -> str:
-    """An expression of the tensor: its memory, and a strided view of it."""
+def literal(tensor: Tensor, device: str, shared: str = "", is_known: bool = False) -> str:
+    """An expression of the tensor: its memory, and a strided view of it.
+
+    `shared` names memory that other tensors view, too; it `is_known` after the first of them.
+    """
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().cpu().untyped_storage())
     narrow = memory.dtype.is_floating_point and memory.dtype.itemsize == 1
     numbers = (memory.float() if narrow else memory).tolist()
     place = "" if device == "cpu" else f", device={device!r}"
     text = f"torch.tensor({numbers}, dtype={tensor.dtype}{place})"
+    if shared:
+        text = shared if is_known else f"({shared} := {text})"
     contiguous = torch.empty(tensor.shape).stride()
-    if tensor.stride() != contiguous or tensor.storage_offset() or len(tensor.shape) != 1:
+    is_whole = tensor.shape == memory.shape and tensor.stride() == contiguous
+    if not is_whole or tensor.storage_offset():
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         text += f".as_strided({shape}, {stride}, {tensor.storage_offset()})"
     return text
 
 
+def expressions(inputs: Sequence[Input], call: dict[str, Number], device: str) -> list[str]:
+    """An expression for each input."""
+    known: set[str] = set()
+    texts = []
+    for given, value in zip(inputs, make_arguments(tuple(inputs), call, (), "cpu"), strict=True):
+        if not given.memory:
+            texts.append(expression(given, call, device))
+            continue
+        name = f"{given.memory}_{given.dtype}"
+        texts.append(literal(value, device, name, name in known))
+        known.add(name)
+    return texts
+
+
 def expression(given: Input, call: dict[str, Number], device: str) -> str:
-    """An expression of an input."""
+    """An expression of an input that shares no memory."""
     if given.layout == "two":
         value = make_tensor(given, call, "cpu")
         text = f"TwoTensor({literal(value.a, device)}, {literal(value.b, device)})"
@@ -108,8 +129,10 @@ def script(program: Program, failure: Failure, target: str) -> str:
     device = "cuda" if target == "cuda" else "cpu"
     makers = []
     for number, call in enumerate(program.calls):
+        texts = expressions(program.inputs, call, device)
         lines = [
-            f"    {expression(given, call, device)},  # {given.name}" for given in program.inputs
+            f"    {text},  # {given.name}"
+            for text, given in zip(texts, program.inputs, strict=True)
         ]
         lines += [f"    {call[name]!r},  # {name}" for name in program.scalars]
         makers.append(f"make_{number} = lambda: [\n" + "\n".join(lines) + "\n]")

@@ -43,6 +43,7 @@ ELEMENTWISE_OPS = sorted(ELEMENTWISE_LOWERINGS)  # some are prims only
 EXACT_OPS = set(
     "add sub rsub mul neg abs maximum minimum fmax fmin clamp clamp_min clamp_max relu positive where".split()
 )
+WRITING_TABLES = ("inplace", "symbolic write", "foreach")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -57,7 +58,8 @@ class Builder:
         if self.dynamic and rng.random() < 0.15:
             self.dynamic = None  # sizes become symbols in the second call
         share = 0.5 if self.kind == "resize" else 0.2  # many of its gradients are ops of their own
-        self.gradient = self.kind not in ("error", "complex", "symbol") and rng.random() < share
+        no_gradients = ("error", "complex", "symbol", "shared")
+        self.gradient = self.kind not in no_gradients and rng.random() < share
         self.gradient |= self.kind == "symbol" and rng.random() < 0.1
         self.call: dict[str, Number] = {}
         self.inputs: list[Input] = []
@@ -67,6 +69,8 @@ class Builder:
         self._draw_sizes()
         for number in range(rng.choice((1, 1, 2, 2, 3))):
             self.inputs.append(self._draw_input(f"a{number}"))
+        if self.kind == "shared":
+            self.inputs = self._draw_shared_inputs()
         self._draw_scalars()
         self.restart()
 
@@ -109,6 +113,24 @@ class Builder:
         return Input(
             name, tuple(shape), dtype, layout, values, self.seed * 8 + len(self.inputs), grad
         )
+
+    def _draw_shared_inputs(self) -> list[Input]:
+        """Two or three views of one memory, most of which overlap."""
+        rng, inputs = self.rng, [*self.inputs]
+        while len(inputs) < 2:
+            inputs.append(self._draw_input(f"a{len(inputs)}"))
+        dtype = rng.choice(("float32", "float32", "float64", "int64", "bfloat16"))
+        return [
+            replace(
+                given,
+                dtype=dtype,
+                layout=rng.choice(("plain", "plain", "transposed")),
+                values="quarters",
+                low=rng.choice((0, 0, 1, 2, 3, 5)),
+                memory="b0",
+            )
+            for given in inputs
+        ]
 
     def numel(self, shape: Sequence[int | str]) -> int:
         count = 1
@@ -254,7 +276,7 @@ class Builder:
         table = self.rng.choices(list(tables), list(tables.values()))[0]
         if table == "table":
             return self.draw_table_line()
-        return self.line_of(self.rng.choice(TABLES[table]), table in ("inplace", "symbolic write"))
+        return self.line_of(self.rng.choice(TABLES[table]), table in WRITING_TABLES)
 
     def line_of(self, template: str, in_place: bool) -> Line:
         marks = template[: len(template) - len(template.lstrip("!~="))]

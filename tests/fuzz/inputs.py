@@ -7,7 +7,8 @@ NaN, infinity, -0, denormals, limits of integers, ties, boundary indices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,9 +93,32 @@ def has_windows(shape: list[int]) -> bool:
     return len(shape) >= 2 and min(shape[-2:]) >= 1
 
 
+def shape_of(given: Input, call: Mapping[str, Number]) -> list[int]:
+    return [int(call[size]) if isinstance(size, str) else size for size in given.shape]
+
+
+def make_memory(
+    given: Input, inputs: Sequence[Input], call: Mapping[str, Number], device: str, wide: bool
+) -> Tensor:
+    """The memory of which this input, and others, are views."""
+    sharing = [i for i in inputs if (i.memory, i.dtype) == (given.memory, given.dtype)]
+    count = max(i.low + math.prod(shape_of(i, call)) for i in sharing)
+    numbers = draw_numbers(replace(given, values="quarters"), count)
+    return (numbers.to(widen_dtype(numbers.dtype)) if wide else numbers).to(device)
+
+
+def make_view(given: Input, memory: Tensor, call: Mapping[str, Number]) -> Tensor:
+    """A contiguous or transposed view of memory."""
+    shape = shape_of(given, call)
+    flat = memory[given.low :][: math.prod(shape)]
+    if given.layout == "transposed":
+        return flat.view(shape[::-1]).permute(tuple(range(len(shape)))[::-1])
+    return flat.view(shape)
+
+
 def make_tensor(given: Input, call: Mapping[str, Number], device: str, wide: bool = False) -> Any:
     """The tensor of an input. `wide` makes it float64 or complex128, with the same strides."""
-    shape = [int(call[size]) if isinstance(size, str) else size for size in given.shape]
+    shape = shape_of(given, call)
     layout = given.layout if shape or given.layout == "two" else "plain"
     stored = list(shape)
     if layout == "transposed":
@@ -132,5 +156,14 @@ def make_arguments(
     wide: bool = False,
 ) -> list[Any]:
     """The arguments of one call."""
-    tensors = [make_tensor(given, call, device, wide) for given in inputs]
+    memories: dict[tuple[str, str], Tensor] = {}
+    tensors = []
+    for given in inputs:
+        if not given.memory:
+            tensors.append(make_tensor(given, call, device, wide))
+            continue
+        key = given.memory, given.dtype
+        if key not in memories:
+            memories[key] = make_memory(given, inputs, call, device, wide)
+        tensors.append(make_view(given, memories[key], call))
     return [*tensors, *(call[name] for name in scalars)]

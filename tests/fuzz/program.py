@@ -42,6 +42,7 @@ class Input:
 
     values   the kind of its numbers, see `inputs.draw_numbers`; "index" has `low` <= number < `high`
     layout   its strides, see `inputs.make_tensor`; "two" is a TwoTensor
+    memory   a name: inputs of equal memory and dtype are views of it, which start at element `low`
     """
 
     name: str
@@ -53,6 +54,7 @@ class Input:
     requires_grad: bool = False
     low: int = 0
     high: int = 1
+    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,12 @@ def rename(program: Program, suffix: str) -> Program:
         return text(old) if isinstance(old, str) else old
 
     inputs = [
-        replace(given, name=text(given.name), shape=tuple(map(size, given.shape)))
+        replace(
+            given,
+            name=text(given.name),
+            shape=tuple(map(size, given.shape)),
+            memory=given.memory and given.memory + suffix,
+        )
         for given in program.inputs
     ]
     lines = [replace(x, target=text(x.target), text=text(x.text)) for x in program.lines]

@@ -182,6 +182,11 @@ SYMBOLIC_WRITES = """
 {x}[{k}] = {s} | {x}[{k}:] = {s} | {x}[:{k}].add_({s}) | {x}.select({d}, {k}).mul_(2) | {x}.narrow({d}, {k}, 1).zero_() | {x}[:, {k}] = {x}[:, 0] | {x}[..., {k}:{k}] = {s} | {x}.diagonal({k}).fill_({s}) | {x}.mul_({k})
 """
 
+FOREACH = """
+torch._foreach_add_([{x}, {y}], {s}) | torch._foreach_mul_([{x}, {x}[0]], 2) | torch._foreach_add_([{x}, {x}[{k}:]], 1) | torch._foreach_copy_([{x}[0], {x}[1]], [{x}[1], {x}[0]]) | torch._foreach_neg_([{x}, {y}])
+torch._foreach_sub_([{x}, {y}], [{y}, {x}]) | torch._foreach_add_([{x}[0], {x}[-1]], [{x}[-1], {x}[0]], alpha={k}) | torch._foreach_zero_([{x}[:1], {y}]) | torch._foreach_clamp_min_([{x}, {x}.T], 0) | torch._foreach_addcmul_([{x}, {x}[0]], [{y}, {y}[0]], [{z}, {z}[0]], 2)
+"""
+
 
 def parse(table: str) -> list[str]:
     """The templates of a table."""
@@ -206,6 +211,7 @@ TABLES = {
     "complex": parse(COMPLEX),
     "symbol": parse(SYMBOLS),
     "symbolic write": parse(SYMBOLIC_WRITES),
+    "foreach": parse(FOREACH),
 }
 # kind of program → the tables of its lines, with weights; "table" draws ops of the fuser's tables
 KINDS: dict[str, dict[str, int]] = {
@@ -217,13 +223,14 @@ KINDS: dict[str, dict[str, int]] = {
     "index": {"index": 4, "pointwise": 2, "view": 1},
     "scatter": {"scatter": 4, "pointwise": 2, "view": 1},
     "sort": {"sort": 4, "pointwise": 2, "view": 1},
-    "inplace": {"inplace": 5, "view": 3, "pointwise": 2},
+    "inplace": {"inplace": 5, "view": 3, "pointwise": 2, "foreach": 1},
     "matmul": {"matmul": 3, "pointwise": 3, "reduction": 1},
     "layer": {"layer": 3, "pointwise": 2, "view": 1},
     "resize": {"resize": 4, "pointwise": 2},
     "complex": {"complex": 5, "view": 1, "pointwise": 1},
     "symbol": {"symbol": 5, "symbolic write": 2, "pointwise": 2, "reduction": 1},
     "subclass": {"pointwise": 4, "reduction": 2, "view": 3, "move": 1, "inplace": 2, "matmul": 1},
+    "shared": {"inplace": 4, "view": 4, "pointwise": 2, "foreach": 1},
     "error": {"pointwise": 2, "view": 1},
     "mixed": {
         "pointwise": 3,

@@ -18,6 +18,7 @@ from fulgurite.fuser.frontend.lower_graph import ELEMENTWISE_LOWERINGS
 from tests.fuzz import check, command, findings, op_db
 from tests.fuzz.exclusions import is_excluded
 from tests.fuzz.generate import Builder, draw_program
+from tests.fuzz.inputs import make_arguments
 from tests.fuzz.oracle import Reference
 from tests.fuzz.processes import WorkerProcess
 from tests.fuzz.program import Input, Line, Program, merge
@@ -104,6 +105,22 @@ def test_script_of_a_finding_shows_it(wrong_sin: None, tmp_path: Path) -> None:
     assert "def program(a0, a1):" in text
     with pytest.raises(AssertionError, match="not close"):
         exec(compile(text, finding.path, "exec"), {})
+
+
+def test_scripts_of_inputs_that_share_memory() -> None:
+    shared = [
+        Input("a0", (3,), "float32", low=1, memory="b0"),
+        Input("a1", (2, 2), "float32", "transposed", memory="b0"),
+        Input("a2", (2,), "float32"),
+    ]
+    first, second, alone = findings.expressions(shared, {}, "cpu")
+    values = eval(f"[{first}, {second}, {alone}]", {"torch": torch})
+    assert values[0].data_ptr() == values[1].data_ptr() + 4 != values[2].data_ptr()
+    expected = make_arguments(tuple(shared), {}, (), "cpu")
+    for ours, made in zip(values, expected, strict=True):
+        assert torch.equal(ours, made) and ours.stride() == made.stride()
+    names = {given.memory for given in merge([replace(LONG, inputs=tuple(shared))] * 2).inputs}
+    assert names == {"b0_0", "b0_1", ""}
 
 
 def test_merged_programs_compute_all_parts() -> None:
@@ -195,6 +212,20 @@ def test_rules_that_predict_another_dtype_are_no_finding() -> None:
         outputs=("t0", "t1"),
     )
     with pytest.raises(check.Discard, match="rules for a dtype"):
+        check.check(program)
+
+
+def test_gradients_of_another_type_are_compared() -> None:
+    """Where the gradient is all zeros, torch's capture makes it a plain tensor."""
+    program = Program(
+        seed=1,
+        kind="subclass",
+        inputs=(Input("a0", (1,), "float32", "two", requires_grad=True),),
+        lines=(Line("t0", "a0.split([1, a0.size(0) - 1])[1]"),),
+        outputs=("t0",),
+        gradient=True,
+    )
+    with pytest.raises(check.Discard, match="torch captures another program"):
         check.check(program)
 
 

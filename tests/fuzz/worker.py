@@ -75,9 +75,12 @@ class Report:
     programs: int = 0
     lines: int = 0
     seconds: float = 0.0
-    discarded: Counter[str] = field(default_factory=Counter)
+    discarded: dict[str, list[int]] = field(default_factory=dict)  # seeds, by the reason
     findings: list[Finding] = field(default_factory=list)
     ops: Counter[str] = field(default_factory=Counter)
+
+    def discard(self, reason: str, seed: int) -> None:
+        self.discarded.setdefault(reason, []).append(seed)
 
 
 class Worker:
@@ -97,10 +100,10 @@ class Worker:
         for seed in range(first, last):
             program = draw_program(seed, self.kinds)
             if program is None:
-                report.discarded["nothing drawn"] += 1
+                report.discard("nothing drawn", seed)
                 continue
             if program.raises and self.target == "cuda":
-                report.discarded["an assert would end the process"] += 1
+                report.discard("an assert would end the process", seed)
                 continue
             groups.setdefault(self.mode(program), []).append(program)
         if last - first == 1:  # the process may die: leave a script behind
@@ -149,7 +152,7 @@ class Worker:
         try:
             failure = self.check(program)
         except Discard as reason:
-            report.discarded[str(reason)] += 1
+            report.discard(str(reason), program.seed)
             return
         self.count([program], report)
         if failure is not None:

@@ -98,12 +98,13 @@ def split_statements(region: Region, roots: set[str]) -> Region:
         overwritten = {k: target for k, target in overwritten.items() if k not in unsafe}
 
 
+def _is_pointwise(s: Statement) -> bool:
+    """Whether the expression is the result: a scatter stores values on top of it."""
+    return s.reduction is None and s.scan is None and s.scatter is None
+
+
 def _is_splittable(s: Statement) -> bool:
     return _is_pointwise(s) and not s.tensor.is_view_as_real and not s.tensor.is_empty
-
-
-def _is_pointwise(s: Statement) -> bool:
-    return s.reduction is None and s.scan is None and s.scatter is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,3 +365,26 @@ def test_parts_that_start_from_numbers(kind: str, always_split: None) -> None:
         return torch.cat(parts), torch.stack(parts) * 2
 
     check_fused(function, *make_pair(12), torch.randperm(12))
+
+
+def scattered(x: Tensor, index: Tensor) -> Tensor:
+    """A number with values on top: what a part reads is not that number."""
+    return torch.zeros_like(x).index_put((index,), x[: len(index)], accumulate=True)
+
+
+UPDATED = {
+    "scatter": lambda x, index: scattered(x, index),
+    "scan": lambda x, index: torch.ones_like(x).cumsum(0),
+    "reduction": lambda x, index: torch.ones_like(x).sum(0),
+}
+
+
+@pytest.mark.parametrize("update", UPDATED.values(), ids=UPDATED)
+def test_parts_read_the_result_of_a_statement_that_starts_from_a_number(
+    always_split: None, update: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    def function(x: Tensor, index: Tensor) -> Tensor:
+        padded = torch.slice_scatter(torch.zeros_like(x), x[2:] * 2, 0, 0, 4)
+        return padded + update(x, index)
+
+    check_fused(function, torch.randn(6, 5), torch.tensor([1, 0, 1]))
