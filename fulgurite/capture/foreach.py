@@ -117,7 +117,7 @@ def _is_aliased(node: fx.Node) -> bool:
     for values in _arguments(node):
         for position, item in enumerate(values if isinstance(values, list | tuple) else ()):
             value = example_value(item) if isinstance(item, fx.Node) else None
-            if has_storage(value):
+            if value is not None and has_storage(value):
                 positions.setdefault(value.untyped_storage()._cdata, set()).add(position)
     return any(len(found) > 1 for found in positions.values())
 
