@@ -116,8 +116,8 @@ def _is_aliased(node: fx.Node) -> bool:
     positions: dict[int, set[int]] = {}  # by storage
     for values in _arguments(node):
         for position, item in enumerate(values if isinstance(values, list | tuple) else ()):
-            value = example_value(item) if isinstance(item, fx.Node) else None
-            if value is not None and has_storage(value):
+            value: Any = example_value(item) if isinstance(item, fx.Node) else None
+            if has_storage(value):
                 positions.setdefault(value.untyped_storage()._cdata, set()).add(position)
     return any(len(found) > 1 for found in positions.values())
 
@@ -144,6 +144,7 @@ def _take(graph: fx.Graph, value: Any, k: int) -> Any:
     """An argument for the tensor at position k alone."""
     if isinstance(value, list | tuple):
         return [value[k]]
-    if isinstance(value, fx.Node) and example_value(value).dim() == 1:  # a number for each tensor
+    example = example_value(value) if isinstance(value, fx.Node) else None
+    if isinstance(example, torch.Tensor) and example.dim() == 1:  # a number for each tensor
         return graph.call_function(operator.getitem, (value, slice(k, k + 1)))
     return value

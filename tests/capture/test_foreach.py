@@ -86,9 +86,10 @@ def test_a_new_number_does_not_recompile(foreach):
     assert len(compiled.session.graphs) == 2  # one for the first number, one for all others
 
 
-def write_views(x, y):
+def write_views(x, y, number):
     """Each list has tensors that share memory."""
     torch._foreach_add_([x, x[0]], 1.0)
+    torch._foreach_add_([x, x[0]], [y, y[0]], alpha=number)
     torch._foreach_mul_([x, y], [y, x])
     torch._foreach_pow_([x[0], x[:2]], [2.0, 3.0])
     torch._foreach_copy_([x[1], x[2]], [x[2], x[0]])
@@ -105,7 +106,7 @@ def test_tensors_of_a_list_that_share_memory_are_written_in_turn(is_shared, dyna
 
     def run(function):
         x, y = inputs()
-        return function(x[:3], y), x, y
+        return function(x[:3], y, 3), x, y
 
     compiled = fulgurite.compile(write_views, dynamic=dynamic)
     for _ in range(2):
