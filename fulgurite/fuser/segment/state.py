@@ -70,6 +70,7 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
             frozenset(load.name for load in collect_loads(s.expression)) if s.scatter else NO_READS,
             frozenset(ids[(s.name, axis)] for axis in _rank_axes(s)),
             _count_repeated_reads(s),
+            tuple(ids[(s.name, axis)] for axis in s.axes),
         )
     return found
 
