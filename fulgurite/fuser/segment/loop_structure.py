@@ -87,6 +87,7 @@ class StatementInfo:
     rank_loops: LoopSet = NO_LOOPS  # of an argsort: the loops over ranks
     # names that it reads at several points, and how many
     repeated_reads: tuple[tuple[str, int], ...] = ()
+    result_loops: tuple[int | None, ...] = ()  # of each dimension of its result
 
     @property
     def name(self) -> str:

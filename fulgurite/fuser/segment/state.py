@@ -73,6 +73,7 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
             initial_reads[s.name],
             frozenset(ids[(s.name, axis)] for axis in _rank_axes(s)),
             _count_repeated_reads(s),
+            tuple(ids[(s.name, axis)] for axis in s.axes),
         )
     return found
 
