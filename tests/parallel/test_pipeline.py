@@ -13,7 +13,6 @@ import torch
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import MeshShape, RankPool
 from fulgurite.parallel.pipeline import split_stages
-from fulgurite.serve import llm as llm_module
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.stage_runner import split_micro_batches
@@ -74,20 +73,6 @@ def test_no_split_has_a_smaller_largest_stage():
 def test_more_stages_than_layers():
     with pytest.raises(ArgumentError, match="pipeline=3 stages, but the model has 2 layers"):
         split_stages([1, 1], 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error"),
-    [
-        ("llama", {"pipeline": 99}, "pipeline=99 stages"),
-        ("llama", {"expert": 2}, "needs a model with experts"),
-        ("llama", {"tensor": 128}, "128 ranks"),
-    ],
-)
-def test_refused_before_a_process_starts(monkeypatch, folder, name, options, error):
-    monkeypatch.setattr(llm_module, "WorkerProcesses", lambda *_: pytest.fail("started processes"))
-    with pytest.raises(ArgumentError, match=error):
-        LLM(folder(name), device="cpu", **options)
 
 
 def test_axes_of_stages():
