@@ -39,7 +39,6 @@ AVERAGES = re.compile(r"interpolate|pool|softmax|conv|linear|einsum|mv\(|cumulat
 ACCUMULATIONS = re.compile(r"accumulate=True|scatter_add|index_add|scatter_reduce|put_?\(")
 RMS_NORM = re.compile(r"rms_norm")
 DIVISOR = re.compile(r"avg_pool.*divisor_override")
-COPIES = re.compile(r"copy_\(|\] = [at]\d")
 Values = Mapping[str, Any]
 
 
@@ -55,7 +54,8 @@ def is_excluded(line: Line, program: Program, values: Values) -> bool:
     if is_written and any(_overlaps_itself(values.get(n), program, values) for n in line.used):
         return True
     used = [values[name] for name in line.used & values.keys()]
-    if COPIES.search(text) and any(_share_memory(a, b) for a, b in itertools.combinations(used, 2)):
+    pairs = itertools.combinations(used, 2)
+    if not line.target and any(_overlap(one, two) for one, two in pairs):
         return True  # eager may read what it has just written
     if "as_strided" in text and not all(_is_covered(value, program, values) for value in used):
         return True
@@ -98,8 +98,12 @@ def _overlaps_itself(value: Any, program: Program, values: Values) -> bool:
     return isinstance(value, Tensor) and bool(storages(value) & memory)
 
 
-def _share_memory(one: Any, two: Any) -> bool:
-    return all(isinstance(x, Tensor) for x in (one, two)) and bool(storages(one) & storages(two))
+def _overlap(one: Any, two: Any) -> bool:
+    """Whether two tensors are different views of one memory."""
+    if not all(isinstance(x, Tensor) for x in (one, two)) or not storages(one) & storages(two):
+        return False
+    keys = [(x.storage_offset(), x.shape, x.stride()) for x in (one, two)]
+    return keys[0] != keys[1]
 
 
 def _is_covered(value: Any, program: Program, values: Values) -> bool:

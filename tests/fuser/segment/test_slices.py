@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fulgurite
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.interpreter import interpret_region
 from fulgurite.fuser.ir.split_axes import split_axes
@@ -388,3 +389,13 @@ def test_parts_read_the_result_of_a_statement_that_starts_from_a_number(
         return padded + update(x, index)
 
     check_fused(function, torch.randn(6, 5), torch.tensor([1, 0, 1]))
+
+
+def test_a_value_on_which_a_scatter_stores_is_not_split() -> None:
+    def function(x: Tensor) -> Tensor:
+        padded = torch.select_scatter(torch.zeros(4, 6), x, 0, 0)
+        index = torch.tensor([0, 2])
+        return padded.index_fill(0, index, 0.0) + padded.index_select(0, index).sum()
+
+    x = torch.linspace(-1, 1, 6)
+    torch.testing.assert_close(fulgurite.compile(function)(x), function(x))
