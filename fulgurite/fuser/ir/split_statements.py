@@ -107,12 +107,6 @@ def _is_splittable(s: Statement) -> bool:
     return _is_pointwise(s) and not s.tensor.is_view_as_real and not s.tensor.is_empty
 
 
-def _find_initial_values(region: Region) -> set[str]:
-    """The statements on top of which others store at computed indices: these are in memory, whole."""
-    scatters = [s for s in region.statements if s.scatter is not None]
-    return {load.name for s in scatters for load in collect_loads(s.expression)}
-
-
 @dataclass(frozen=True, slots=True)
 class _Box:
     """A part of a statement's points: where it starts and its size, for each axis."""
@@ -171,17 +165,13 @@ class _Splitter:
     pieces: dict[str, list[_Piece]] = field(default_factory=dict)  # of split statements
     slices: dict[str, Slice] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    whole: set[str] = field(init=False)  # statements that are not split
-
-    def __post_init__(self) -> None:
-        written = {name for name, _ in self.region.writes}
-        self.whole = written - self.overwritten.keys() | _find_initial_values(self.region)
 
     def add(self, s: Statement, is_root: bool) -> None:
         """Adds a statement of the region, in pieces where it is split."""
         reads_pieces = any(load.name in self.pieces for load in s.loads)
         changed = self.rewrite(s) if reads_pieces else s
-        if (is_root or reads_pieces) and _is_splittable(s) and s.name not in self.whole:
+        written = {name for name, _ in self.region.writes} - self.overwritten.keys()
+        if (is_root or reads_pieces) and _is_splittable(s) and s.name not in written:
             boxes = _split_box(changed)
             if boxes is not None:
                 self.add_pieces(changed, boxes)
