@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
 
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.added_tokens import add_missing_tokens, read_declared_tokens
@@ -55,6 +56,11 @@ class Tokenizer:
         """Tokens that `decode` leaves out with `skip_special_tokens`."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
+
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """Whether `decode` joins the bytes of all tokens first: a character changes none before it."""
+        return isinstance(self.backend.decoder, ByteLevel)
 
     def check_vocab_size(self, model_vocab_size: int) -> None:
         """Raise if the model has no embedding for some of these tokens."""

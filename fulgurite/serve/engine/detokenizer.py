@@ -14,6 +14,7 @@ from fulgurite.models.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING_TOKENS = 32  # a character has at most four bytes, so at most four tokens
+TOKENS_TOGETHER = 24  # decoded at once, fewer than may be pending
 MAX_INCOMPLETE_BYTES = 3  # of a character
 CONTEXT_TOKENS = 5  # earlier tokens that may change how a token looks
 
@@ -90,20 +91,39 @@ class Detokenizer:
 
         `token_ids` has those that were added.
         """
-        if not self.stop_strings and len(tokens) > 1:
-            num_visible = len(self.visible_ids)
-            self.visible_ids += (token for token in tokens if token not in self.hidden_ids)
-            text = self._decode_window()
-            if REPLACEMENT_CHARACTER not in text:
-                self.token_ids += tokens
-                return self._emit(self._advance(text))
-            del self.visible_ids[num_visible:]  # what is final depends on each token's end
         text = ""
-        for token in tokens:
-            text += self.push(token)
-            if self.stopped_by is not None:
-                break
+        for start in range(0, len(tokens), TOKENS_TOGETHER):
+            part = tokens[start : start + TOKENS_TOGETHER]
+            count = 0
+            if not self.stop_strings and len(part) > 1:
+                count, new = self._push_together(part)
+                text += new
+            for token in part[count:]:
+                text += self.push(token)
+                if self.stopped_by is not None:
+                    return text
         return text
+
+    def _push_together(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Add the first tokens, up to one that ends a character, as one; their number and new text.
+
+        What is final depends on each token's end, unless no character is incomplete in between. If a
+        decoder joins bytes, text that ends with a character is the beginning of any longer text.
+        """
+        num_visible = len(self.visible_ids)
+        num_pending = num_visible - self.pending_start + len(tokens)
+        joins_bytes = self.tokenizer.joins_bytes and num_pending <= MAX_PENDING_TOKENS
+        least = max(len(tokens) - MAX_INCOMPLETE_BYTES, 2) if joins_bytes else len(tokens)
+        for count in range(len(tokens), least - 1, -1):
+            part = tokens[:count]
+            self.visible_ids += (token for token in part if token not in self.hidden_ids)
+            text = self._decode_from(self.window_start)
+            incomplete = text[-1:] if joins_bytes else text
+            if REPLACEMENT_CHARACTER not in incomplete and text.startswith(self.window_text):
+                self.token_ids += part
+                return count, self._emit(self._advance(text))
+            del self.visible_ids[num_visible:]
+        return 0, ""
 
     def _advance(self, text: str) -> str:
         """The part of the window's text that is new and final. Moves the window."""

@@ -164,6 +164,26 @@ def test_text_does_not_depend_on_the_groups_of_tokens(name: str, seed: int) -> N
         assert single.text == tokenizer.decode(ids, skip)
 
 
+def test_invalid_bytes_in_large_groups_are_decoded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server writes many tokens at once: each decoded alone took most of its time."""
+    calls: list[int] = []
+    decode = Tokenizer.decode
+
+    def count(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
+        calls.append(len(ids))
+        return decode(tokenizer, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", count)
+    tokenizer, rng = wrapped(byte_level_with_long_tokens()), random.Random(4)
+    tokens = [rng.choice([*range(64, 90), rng.randrange(256)]) for _ in range(480)]
+    made = Detokenizer(tokenizer)
+    made.push_all(tokens)
+    assert "\N{REPLACEMENT CHARACTER}" in made.text
+    assert len(calls) < 120 and sum(calls) < 4 * len(tokens)
+
+
 def test_tokens_that_all_end_inside_a_character() -> None:
     """Byte-level merges cross characters in scripts whose characters share their first bytes."""
     letters, text = bytes_to_unicode(), "नमस्ते" * 40
