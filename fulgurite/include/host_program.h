@@ -200,8 +200,9 @@ static inline void drop(Frame& f, int64_t slot) {
     s.owned = 0;
   }
   if (!s.object) return;
-  // Another owner keeps the object alive: the end of the program releases it, with the GIL.
-  if (f.thread && *(uint32_t*)s.object > 1) return;
+  // The caller may keep an input alive: the end of the program releases it, with the GIL. Of other values
+  // the owners are slots of this program, as of a buffer and of the result that overwrites it.
+  if (f.thread && slot < f.header->num_inputs && *(uint32_t*)s.object > 1) return;
   take_gil(f);
   api.decref(s.object);
   s.object = 0;

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import fulgurite
 from fulgurite import native
 from fulgurite.compiled_graph import CompiledGraph
+from fulgurite.fuser.runtime import memory_pool
 from fulgurite.host import HostProgram, unavailable_reason
 from tests.host.programs import CASES, Case
 
@@ -288,6 +290,40 @@ def test_values_are_freed_after_their_last_use(recorder: Recorder) -> None:
         _num_live.clear()
         program.run(list(inputs))
     assert _num_live == [0] * 6
+
+
+_free_bytes: list[int] = []
+
+
+@torch.library.custom_op("fulgurite_test::note_free_bytes", mutates_args=())
+def note_free_bytes(x: Tensor) -> Tensor:
+    """Notes the free bytes of the memory pool."""
+    _free_bytes.append(memory_pool.pooled_bytes())
+    return x.clone()
+
+
+@note_free_bytes.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def widens(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    for _ in range(4):
+        x = F.gelu(x @ up) @ down  # 2 MiB between: gelu overwrites its input
+    return note_free_bytes(x)
+
+
+def test_overwritten_buffers_are_freed_after_their_last_use(recorder: Recorder) -> None:
+    inputs = torch.randn(128, 16), torch.randn(16, 4096), torch.randn(4096, 16)
+    compiled = fulgurite.compile(widens, executors=["fuser", "torch"])
+    with torch.no_grad():
+        compiled(*inputs)
+        assert "donated: " in str(compiled.last_trace())
+        program, inputs = find_program(recorder)
+        _free_bytes.clear()
+        for run in (program.python_form, program.run):
+            run(list(inputs))
+    assert _free_bytes[0] == _free_bytes[1]
 
 
 @pytest.mark.gpu
