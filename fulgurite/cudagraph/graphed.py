@@ -23,7 +23,7 @@ from torch import Tensor
 from fulgurite.cudagraph.capture import BoxedFunction
 from fulgurite.cudagraph.capture_call import GraphInterface, capture_call, find_on_device
 from fulgurite.cudagraph.decision import Decision
-from fulgurite.cudagraph.memory import CaptureMemory
+from fulgurite.cudagraph.memory import CaptureMemory, CapturePool
 from fulgurite.cudagraph.native_replay import GraphedState, Words
 from fulgurite.cudagraph.replay import ReplayableCall, ResultTail, weak_method
 from fulgurite.cudagraph.state import MAX_CALLS, MAX_MISSES, LayerState, ShapeState
@@ -37,6 +37,9 @@ MAX_COPIED_BYTES = 128 << 20
 MAX_SHAPES = 32  # sets of sizes of one function
 MAX_SLOTS = 3  # captures for the same addresses, with outputs of their own
 WAITS_FOR_OUTPUTS = 2  # calls that find outputs still held, before another capture
+# What a pool has grown for captures that are given up, from which all captures of the pool are made again: that takes
+# a few milliseconds each.
+MIN_RETIRED_BYTES = 32 << 20
 
 
 class GraphedFunction:
@@ -242,6 +245,11 @@ class GraphedFunction:
     def _disable(self, state: ShapeState) -> None:
         """Run plain from now on, and free the captures."""
         state.disable()
+        if state.reserved_bytes >= MIN_RETIRED_BYTES:
+            for pool in state.pools:
+                pool.retire()
+        state.pools.clear()
+        state.reserved_bytes = 0
         self._has_dropped_captures = True
         self._expected[0] = self._last_call = None
         self.report(str(state.decision))
@@ -317,9 +325,16 @@ class GraphedFunction:
             layer.calls.clear()
         held.clear()
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
+        pool.add_owner(self)
+        state.pools.add(pool)
         layer.captures += 1
+        device = self.interface.device
+        before = self.backend.reserved_memory(device)
         try:
-            call = capture_call(self, inputs, moving, pool)
+            try:
+                call = capture_call(self, inputs, moving, pool)
+            finally:
+                state.reserved_bytes += self.backend.reserved_memory(device) - before
         except RuntimeError as error:  # what a capture forbids, or out of memory
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             state.decision.reason_against = f"capture failed: {first_line}"
@@ -330,13 +345,16 @@ class GraphedFunction:
         if self.memory.stream is None:
             self.memory.stream = self._current_stream()
         self._drop_unused()
-        state.decision.memory_share = call.kept_bytes / self.backend.total_memory(
-            self.interface.device
-        )
+        state.decision.memory_share = call.kept_bytes / self.backend.total_memory(device)
         layer.calls = [call, *layer.calls][:MAX_CALLS]
         layer.addresses.clear()
         layer.held = 0
         return call
+
+    def drop_captures(self, pool: CapturePool) -> None:
+        """Free the captures of a pool; the next calls capture again."""
+        for state in self._states.values():
+            state.keep(lambda call: call.pool is not pool)
 
     def _drop_unused(self) -> None:
         """Free the captures that were not replayed for long, of all sizes."""

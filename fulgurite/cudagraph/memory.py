@@ -10,6 +10,9 @@ itself or of a later one.
 Backward uses the pools of forward if gradients are freed before the next forward pass, as by
 `zero_grad(set_to_none=True)`: its intermediate values, and gradients, then take the memory of forward's
 intermediate values. Otherwise it has pools of its own: gradients that accumulate don't block forward.
+
+torch frees the memory of a pool with its last capture. So a capture that is given up takes all captures
+of its pool with it if the pool has grown much for it. The others are captured again, into a new pool.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +41,16 @@ def read_total_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def read_reserved_memory(device: torch.device) -> int:
+    return int(torch.cuda.memory_reserved(device))
+
+
 @dataclass(frozen=True)
 class CaptureBackend:
     """How calls are captured and timed. Tests replace it to run on CPUs.
 
     total_memory   bytes of memory of a device
+    reserved_memory  bytes of it that this process holds, pools of captures among them
     is_on_device   whether a tensor is in the device's memory
     """
 
@@ -51,6 +59,7 @@ class CaptureBackend:
     make_pool: Callable[[torch.device], Any]
     stopwatch: Stopwatch
     total_memory: Callable[[torch.device], int]
+    reserved_memory: Callable[[torch.device], int]
     is_on_device: Callable[[Tensor], bool]
 
 
@@ -59,8 +68,20 @@ def _is_on_cuda(tensor: Tensor) -> bool:
 
 
 CUDA = CaptureBackend(
-    "cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch(), read_total_memory, _is_on_cuda
+    "cuda",
+    CudaCapturedCall,
+    make_cuda_pool,
+    CudaStopwatch(),
+    read_total_memory,
+    read_reserved_memory,
+    _is_on_cuda,
 )
+
+
+class CaptureOwner(Protocol):
+    """A function with captures."""
+
+    def drop_captures(self, pool: CapturePool) -> None: ...
 
 
 class SharedOutputs:
@@ -102,12 +123,17 @@ class CapturePool:
         self._pools: dict[torch.device, Any] = {}
         self._captures = 0
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # the captures that are alive
+        self._owners: weakref.WeakSet[CaptureOwner] = weakref.WeakSet()
         self.shared: list[SharedOutputs] = []  # that were given to callers; native code has it, too
 
     def on(self, device: torch.device) -> Any:
         if device not in self._pools:
             self._pools[device] = self._make_pool(device)
         return self._pools[device]
+
+    def add_owner(self, owner: CaptureOwner) -> None:
+        """A function that captures into this pool."""
+        self._owners.add(owner)
 
     def add(self, call: Any) -> int:
         """Count a capture as alive as long as it is; returns its place in the order of captures."""
@@ -120,6 +146,13 @@ class CapturePool:
         if not self._calls:
             self._pools.clear()
             self.shared[:] = [one for one in self.shared if one.are_held()]
+
+    def retire(self) -> None:
+        """Drop all captures and with the last one the memory. The next ones get memory of their own."""
+        for owner in list(self._owners):
+            owner.drop_captures(self)
+        self._owners.clear()
+        self._pools.clear()
 
     def may_replay(self, order: int) -> bool:
         """Whether no outputs of this capture or of later ones are held."""

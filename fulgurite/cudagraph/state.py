@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fulgurite.cudagraph.decision import Decision
-from fulgurite.cudagraph.memory import StaticAddresses
+from fulgurite.cudagraph.memory import CapturePool, StaticAddresses
 from fulgurite.cudagraph.replay import ReplayableCall
 
 WARMUPS = 2  # calls before the first capture
@@ -83,6 +83,8 @@ class ShapeState:
     observed: int = 0
     misses: int = 0  # calls since the last replay
     disabled: bool = False
+    pools: set[CapturePool] = field(default_factory=set)  # that it has captured into
+    reserved_bytes: int = 0  # that they have grown for it
     plain_calls: int = 0  # since it is disabled
     measured_again: int = 0
 

@@ -22,6 +22,8 @@ from fulgurite.cudagraph.seeds import capture_seeds, captured_seeds
 
 
 class FakePool:
+    reserved_bytes = 0  # of all pools; tests set it
+
     def __init__(self, device: torch.device) -> None:
         self.captures = 0
         self.outputs: dict[int, list[Tensor]] = {}  # of the captures that exist, by their order
@@ -133,7 +135,13 @@ def make_fake_backend(
     slow, fast = [100e-6] * 3, [10e-6]
     times = stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
     return CaptureBackend(
-        "cpu", FakeCapturedCall, FakePool, times, lambda device: total_memory, is_on_fake_device
+        "cpu",
+        FakeCapturedCall,
+        FakePool,
+        times,
+        lambda device: total_memory,
+        lambda device: FakePool.reserved_bytes,
+        is_on_fake_device,
     )
 
 

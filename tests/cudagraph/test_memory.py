@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import fulgurite
 from fulgurite.cudagraph import CaptureMemory, graphed, state
 from tests.cudagraph.fake import (
     FakeCapturedCall,
+    FakePool,
     FakeStopwatch,
     make_fake_backend,
     use_fake_captures,
@@ -220,3 +222,35 @@ def test_captures_of_sizes_that_are_not_used_are_freed():
         call(function, x, x)
     sizes = [key[0][0][0] for key, one in function._states.items() if list(one.calls())]
     assert sizes == [7, 9]
+
+
+@pytest.mark.parametrize("grown", [0, graphed.MIN_RETIRED_BYTES])
+def test_memory_grown_for_a_capture_that_is_given_up_is_freed(monkeypatch, grown):
+    """torch frees the memory of a pool with its last capture: the other ones move to a new pool."""
+    capture = FakeCapturedCall.__init__
+
+    def grow(self, run, inputs, pool) -> None:
+        if inputs[0].numel() == 5:
+            FakePool.reserved_bytes += grown
+        capture(self, run, inputs, pool)
+
+    monkeypatch.setattr(FakePool, "reserved_bytes", 0)
+    monkeypatch.setattr(FakeCapturedCall, "__init__", grow)
+    # three plain calls, the replays: the second function gains nothing
+    memory = CaptureMemory(make_fake_backend())
+    fast, slow = make(memory=memory), make(memory=memory, modes=("shared",), forced=False)
+    slow.backend = dataclasses.replace(
+        memory.backend, stopwatch=FakeStopwatch([30e-6] * 3 + [50e-6], [5e-6])
+    )
+    w, pools = torch.ones(5), []
+    for step in range(30):
+        x = torch.full((3,), float(step))
+        assert torch.equal(call(fast, x, w[:3])[0], x)
+        if step >= 6:
+            y = torch.full((5,), float(step))
+            assert torch.equal(call(slow, y, w)[0], y)
+        pools.append(memory.pool(0).on(CPU))
+    assert "a replay is not faster" in slow.describe()
+    assert fast.captures == (2 if grown else 1) and fast.replays >= 20
+    assert (pools[0] is pools[-1]) == (not grown)
+    assert not any(list(state.calls()) for state in slow._states.values())
