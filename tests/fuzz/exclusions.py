@@ -32,6 +32,8 @@ CROPPED_CIRCLE = re.compile(r"pad\(.*-.*circular")
 BENT = re.compile(
     r"\b(logit|elu|selu|celu|relu6|hardtanh|hardswish|hardshrink|softshrink)(_backward)?[.(]"
 )
+BENT_BACKWARD = re.compile(r"\b(hardtanh|hardswish|hardshrink|softshrink|elu)_backward\b")
+REMAINDER = re.compile(r"%|remainder|fmod")
 HARD_SIGMOID = re.compile(r"hardsigmoid|hardswish")
 FLOAT_SUMS = re.compile(r"trapezoid|mean|dtype=torch.float")
 AVERAGES = re.compile(r"interpolate|pool|softmax|conv|linear|einsum|mv\(|cumulative|diff")
@@ -66,6 +68,12 @@ def is_excluded(line: Line, program: Program, values: Values) -> bool:
     if line.bitwise and any(_has_computed_nan(name, program, values) for name in line.used):
         return True  # the sign of NaN is that of no rule
     if program.gradient and BENT.search(text) and any(map(has_nan, used)):
+        return True
+    if BENT_BACKWARD.search(text) and any(map(has_nan, used)):
+        return True
+    if REMAINDER.search(text) and any(map(has_huge_float, used)):
+        return True  # eager's vector loop divides by way of a quotient that overflows
+    if "as_strided" in text and any(_keeps_offset(value, program, values) for value in used):
         return True
     if program.gradient and UNSTABLE.search(text) and "stable=True" not in text:
         return True  # the gradient of ties is any of them
@@ -123,6 +131,15 @@ def _is_covered(value: Any, program: Program, values: Values) -> bool:
         for part in parts_of(value)
         if not storages(part) <= given
     )
+
+
+def _keeps_offset(value: Any, program: Program, values: Values) -> bool:
+    """Whether a tensor is a copy with the storage offset of what it copies, as of `select_scatter`."""
+    given = set().union(*(storages(values[name]) for name in program.arguments if name in values))
+    if not isinstance(value, Tensor) or storages(value) & given:
+        return False
+    same = [v for v in values.values() if isinstance(v, Tensor) and storages(v) & storages(value)]
+    return all(part.storage_offset() > 0 for one in same for part in parts_of(one))
 
 
 def _has_computed_nan(name: str, program: Program, values: Values) -> bool:
