@@ -25,6 +25,7 @@ In: their functions. Out: the same functions, corrected when this module is firs
   gives it the strides of its input, of which several elements may share an address.
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
+- `torch._foreach_lerp_` writes its tensors one after another (`foreach.py`).
 - An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
   that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
@@ -49,7 +50,7 @@ import torch._prims_common
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
-from torch._dynamo import convert_frame, exc, symbolic_convert, utils
+from torch._dynamo import convert_frame, exc, polyfills, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -63,6 +64,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from fulgurite.capture import matmul_rules, python_numbers, recurrent
+from fulgurite.capture.foreach import lerp_in_place
 from fulgurite.capture.mixed_norms import (
     fake_group_norm,
     fake_group_norm_backward,
@@ -124,6 +126,7 @@ def install() -> None:
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
+    _replace(polyfills, "foreach_lerp_inplace", lambda _: lerp_in_place)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13

@@ -1,9 +1,9 @@
 """Foreach ops as one op a tensor.
 
 In: ATen's `_foreach_*` ops, which optimizers and gradient clipping call. Out: decompositions for
-AOTAutograd's tracing, and `separate_writes` for captured graphs. One op a tensor can be fused with its neighbours, and takes a symbolic number: an
-opaque foreach op makes TorchDynamo specialize on a learning rate, so that every new one recompiles.
-`add` and `sub` with a symbolic `alpha` are decomposed for the same reason.
+AOTAutograd's tracing, `lerp_in_place` for TorchDynamo's, and `separate_writes` for captured graphs.
+One op a tensor can be fused with its neighbours, and takes a symbolic number: an opaque foreach op
+makes TorchDynamo specialize on a learning rate, so that every new one recompiles. `add` and `sub` with a symbolic `alpha` are decomposed for the same reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fulgurite.capture.input_aliasing import has_storage
@@ -90,6 +90,23 @@ def _decompose_alpha(op: OpOverload, self: Any, other: Any, *, alpha: Any = 1) -
     return op(self, other * alpha)
 
 
+def lerp_in_place(self: list[Tensor], end: list[Tensor], weight: Any) -> list[Tensor]:
+    """What TorchDynamo traces for `torch._foreach_lerp_`: one tensor after another, as in eager mode.
+
+    torch's own version reads all tensors of both lists before it writes any. A number becomes a tensor,
+    by a product: TorchDynamo would specialize on the number of `lerp_` or `full`.
+    """
+    for tensor, other in zip(self, end, strict=True):
+        number = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        dtype = torch.promote_types(tensor.dtype, number)
+        if isinstance(weight, Tensor):
+            each = weight.to(tensor.device, dtype)
+        else:
+            each = torch.ones((), dtype=dtype, device=tensor.device) * weight
+        tensor.copy_(torch.lerp(tensor.to(dtype), other.to(dtype), each))
+    return self
+
+
 def separate_writes(module: fx.GraphModule) -> None:
     """Write tensors of one list that share memory one after another, as eager mode does.
 
@@ -145,6 +162,6 @@ def _take(graph: fx.Graph, value: Any, k: int) -> Any:
     if isinstance(value, list | tuple):
         return [value[k]]
     example = example_value(value) if isinstance(value, fx.Node) else None
-    if isinstance(example, torch.Tensor) and example.dim() == 1:  # a number for each tensor
+    if isinstance(example, Tensor) and example.dim() == 1:  # a number for each tensor
         return graph.call_function(operator.getitem, (value, slice(k, k + 1)))
     return value

@@ -111,3 +111,34 @@ def test_tensors_of_a_list_that_share_memory_are_written_in_turn(is_shared, dyna
     compiled = fulgurite.compile(write_views, dynamic=dynamic)
     for _ in range(2):
         torch.testing.assert_close(run(compiled), run(write_views))
+
+
+WEIGHTS = [0.25, 0.75, 0, torch.tensor(0.25), torch.tensor(0.75, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda weight: str(weight))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_lerp_in_place_writes_tensors_that_share_memory_in_turn(dtype, weight):
+    """TorchDynamo has its own version of this op, which reads all tensors first."""
+
+    def function(x, y, weight):
+        torch._foreach_lerp_([x, y, x[0]], [y, x, y[1]], weight)
+        return x + y
+
+    def run(function):
+        x, y = (torch.linspace(k, 3, 6).view(2, 3).to(dtype) for k in range(2))
+        return function(x, y, weight), x, y
+
+    compiled = fulgurite.compile(function)
+    for _ in range(2):
+        torch.testing.assert_close(run(compiled), run(function))
+
+
+def test_lerp_in_place_by_new_numbers_compiles_once_more():
+    compiled = fulgurite.compile(lambda x, y, weight: torch._foreach_lerp_([x], [y], weight)[0] * 2)
+    for weight in (0.1, 0.6, -0.3, 0.9):
+        x, y = torch.arange(5.0), torch.ones(5)
+        result = compiled(x, y, weight)
+        torch.testing.assert_close(x, torch.arange(5.0).lerp(y, weight))
+        torch.testing.assert_close(result, x * 2)
+    assert len(compiled.session.graphs) == 2

@@ -20,7 +20,16 @@ from tests.fuzz.templates import KINDS
 
 CHUNK = 48  # seeds that a worker takes at once
 CHUNKS_PER_PROCESS = 40  # afterwards a new process starts, because torch's caches grow
+OPEN_END = 1 << 40
 FOLDER = Path("fuzz-findings")
+
+
+def parse_seeds(text: str) -> tuple[int, int]:
+    """`A:B`, `A` alone, or `A:` without an end → the first seed and the one after the last."""
+    first, colon, end = text.partition(":")
+    if not colon:
+        return int(first), int(first) + 1
+    return int(first), int(end) if end else OPEN_END
 
 
 @dataclass
@@ -57,10 +66,9 @@ class Run:
 
     def _seeds(self) -> tuple[int, int]:
         if self.options.seeds:
-            first, _, end = self.options.seeds.partition(":")
-            return int(first), int(end) if end else int(first) + 1
+            return parse_seeds(self.options.seeds)
         known = json.loads(self.progress.read_text()) if self.progress.exists() else {"next": 0}
-        return int(known["next"]), 1 << 40
+        return int(known["next"]), OPEN_END
 
     def take(self, size: int) -> tuple[int, int] | None:
         """The next range of seeds; None at the end."""
@@ -173,7 +181,10 @@ class Run:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
-    parser.add_argument("--seeds", help="A:B; without it, continue after the last run")
+    parser.add_argument(
+        "--seeds",
+        help="A:B, A (one seed) or A: (until the time ends); without it, continue after the last run",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--interpret", action="store_true", help="Triton's interpreter on the CPU")
     parser.add_argument("--processes", type=int, default=1)
@@ -192,11 +203,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     database.add_argument("--ops", help="comma-separated names of the database; default: all")
     database.add_argument("--output", help="default: fuzz-findings/opdb-DEVICE.json")
+    database.add_argument(
+        "--known", nargs="*", default=[], help="results of other runs, which go into the output"
+    )
     database.add_argument("--fresh", action="store_true", help="forget what the output has")
     options = parser.parse_args(arguments)
     unknown = set(options.kinds.split(",")) - KINDS.keys()
     if unknown:
         parser.error(f"unknown kinds {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    try:
+        first, end = parse_seeds(options.seeds or "0:")
+    except ValueError:
+        parser.error(f"--seeds {options.seeds}: write A:B, A or A:, for example 0:1000")
+    if first < 0 or end <= first:
+        parser.error(f"--seeds {options.seeds} has no seeds; write A:B with 0 <= A < B")
     return options
 
 

@@ -2,15 +2,18 @@
 
 In: a device and a shard. Out: a JSON file with one entry per operator, dtype and direction: `pass`, `fail`,
 `skip` (eager refuses all samples, or there are none), `dies` or `slow`, with the sample and the reason. A
-device-side assert ends a process: its samples are then run one by one.
+device-side assert ends a process: its samples are then run one by one. The order is random and always the
+same, so that any part of the run is a fair sample.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 
 from fulgurite.errors import FulguriteError
-from tests.fuzz.check import error_line
+from tests.fuzz.check import CUDA_ERROR, error_line
 from tests.fuzz.processes import WorkerProcess
 from tests.fuzz.worker import TookTooLong, set_up, time_limit
 from tests.suites.operator_database import (
@@ -41,6 +44,7 @@ from tests.suites.operator_database import (
 
 EXECUTORS = ["fuser", "torch"]
 SECONDS_PER_UNIT = 150
+SECONDS_TO_END = 20  # after the time limit, for the units that still run
 UNITS_PER_PROCESS = 200
 FOLDER = Path("fuzz-findings")
 ERRORS = (AssertionError, RuntimeError, TypeError, ValueError, IndexError, KeyError, FulguriteError)
@@ -48,12 +52,17 @@ ERRORS = (AssertionError, RuntimeError, TypeError, ValueError, IndexError, KeyEr
 
 @dataclass(frozen=True)
 class Unit:
-    """One operator in one dtype, with or without gradients. `only` is one of its samples."""
+    """One operator in one dtype, with or without gradients.
+
+    only    one of its samples
+    eager   only run it in eager, to see whether that ends the process
+    """
 
     name: str
     dtype: str
     gradient: bool
     only: int | None = None
+    eager: bool = False
 
     def setting(self, device: str) -> Setting:
         return Setting(OPS[self.name], getattr(torch, self.dtype), self.gradient, EXECUTORS, device)
@@ -95,8 +104,13 @@ def run_unit(unit: Unit, device: str) -> Outcome:
     setting = unit.setting(device)
     try:
         with time_limit(SECONDS_PER_UNIT):
-            for members in groups(setting, unit.only):
-                run_group(setting, members, outcome)
+            eager, ours = calls(setting, None), calls(setting, None)
+            if unit.eager:
+                run_eager(setting, eager[unit.only :][:1])
+                eager = []
+            for members in groups(len(eager), unit.only):
+                run_group(setting, members, eager, ours, outcome)
+            exit_if_lost(None)
     except TookTooLong:
         outcome.failures.append({"sample": None, "reason": f"more than {SECONDS_PER_UNIT} s"})
         outcome.status = "slow"
@@ -111,8 +125,7 @@ def run_unit(unit: Unit, device: str) -> Outcome:
     return outcome
 
 
-def groups(setting: Setting, only: int | None) -> Iterator[list[int]]:
-    count = len(calls(setting, None))
+def groups(count: int, only: int | None) -> Iterator[list[int]]:
     if only is not None:
         yield [only] if only < count else []
         return
@@ -120,33 +133,40 @@ def groups(setting: Setting, only: int | None) -> Iterator[list[int]]:
         yield list(range(start, min(start + GROUP, count)))
 
 
-def run_group(setting: Setting, members: list[int], outcome: Outcome) -> None:
-    def make() -> list[Call]:
-        found = calls(setting, None)
-        return [found[number] for number in members]
-
+def run_group(
+    setting: Setting, members: list[int], eager: list[Call], ours: list[Call], outcome: Outcome
+) -> None:
+    """Compare these samples as one graph; if that fails, each alone, from fresh samples."""
     if len(members) > 1:
         try:
-            compare(setting, make(), make())
+            compare(setting, [eager[n] for n in members], [ours[n] for n in members])
             outcome.samples += len(members)
             return
         except ERRORS as error:
             exit_if_lost(error)
+    fresh = [calls(setting, None) for _ in range(3)]
     for number in members:
-        run_sample(setting, number, outcome)
+        run_sample(setting, number, [samples[number] for samples in fresh], outcome)
 
 
-def run_sample(setting: Setting, number: int, outcome: Outcome) -> None:
+def run_eager(setting: Setting, samples: list[Call]) -> None:
+    with contextlib.suppress(*ERRORS):
+        execute(program(setting.op.op), samples, setting.gradient)
+    exit_if_lost(None)
+
+
+def run_sample(setting: Setting, number: int, copies: list[Call], outcome: Outcome) -> None:
+    """Compare one sample, unless eager refuses it. `copies`: three of it, for one run each."""
+    alone, eager, ours = copies
     try:
-        execute(program(setting.op.op), [calls(setting, None)[number]], setting.gradient)
+        execute(program(setting.op.op), [alone], setting.gradient)
     except ERRORS as error:  # mostly: not implemented for this dtype or device
         exit_if_lost(error)
         outcome.refused += 1
         return
     outcome.samples += 1
     try:
-        ones, twos = calls(setting, None)[number], calls(setting, None)[number]
-        graphs = compare(setting, [ones], [twos])
+        graphs = compare(setting, [eager], [ours])
         if not graphs and setting.op.formatted_name not in BREAKING:
             outcome.uncaptured += 1
     except ERRORS as error:
@@ -155,10 +175,16 @@ def run_sample(setting: Setting, number: int, outcome: Outcome) -> None:
         outcome.failures.append(detail)
 
 
-def exit_if_lost(error: Exception) -> None:
+def exit_if_lost(error: Exception | None) -> None:
     """End this process if it can't use its GPU any more."""
-    if "device-side assert" in str(error) or "CUDA error" in str(error):
-        print("Fatal: " + str(error).splitlines()[0], file=sys.stderr, flush=True)
+    text = str(error) if error and CUDA_ERROR.search(str(error)) else ""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as lost:
+        text = text or str(lost)
+    if text:
+        print("Fatal: " + text.splitlines()[0], file=sys.stderr, flush=True)
         os._exit(3)
 
 
@@ -192,42 +218,59 @@ class OperatorDatabaseRun:
         index, _, count = options.shard.partition("/")
         wanted = options.ops.split(",") if options.ops else None
         chosen = [u for u in all_units(options.device) if wanted is None or u.name in wanted]
+        random.Random(0).shuffle(chosen)
         self.path = Path(options.output or FOLDER / f"opdb-{options.device}.json")
-        self.outcomes: list[dict[str, Any]] = []
-        if self.path.exists() and not options.fresh:
-            self.outcomes = json.loads(self.path.read_text())["outcomes"]
-        known = {(o["name"], o["dtype"], o["gradient"]) for o in self.outcomes}
+        self.outcomes = self.read_outcomes()
         shard = itertools.islice(chosen, int(index), None, int(count))
-        self.units = [u for u in shard if (u.name, u.dtype, u.gradient) not in known]
+        self.units = [u for u in shard if (u.name, u.dtype, u.gradient) not in self.outcomes]
         self.left = iter(self.units)
         self.lock = threading.Lock()
         self.started = time.monotonic()
         self.saved = 0.0
 
+    def read_outcomes(self) -> dict[Any, dict[str, Any]]:
+        """What the output and the files of `--known` have, by unit."""
+        files = [Path(name) for name in self.options.known]
+        files += [self.path] if self.path.exists() and not self.options.fresh else []
+        known = [o for file in files for o in json.loads(file.read_text())["outcomes"]]
+        return {(o["name"], o["dtype"], o["gradient"]): o for o in known}
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.started > self.options.time
+
     def take(self) -> Unit | None:
         with self.lock:
-            late = time.monotonic() - self.started > self.options.time
-            return None if late else next(self.left, None)
+            return None if self.is_late else next(self.left, None)
 
-    def work(self, number: int) -> None:
+    def work(self, process: WorkerProcess) -> None:
+        while (unit := self.take()) is not None:
+            outcome = process.ask(asdict(unit), 2 * SECONDS_PER_UNIT)
+            if outcome is None:
+                outcome = self.isolate(process, unit)
+            if outcome is not None:
+                self.add(outcome)
+        process.stop()
+
+    def make_worker(self, number: int) -> WorkerProcess:
         options = self.options
         arguments = ["--device", options.device, f"--optimization={options.optimization}"]
         log = FOLDER / f"opdb-worker-{options.device}-{number}.log"
-        process = WorkerProcess("tests.fuzz.op_db", arguments, log, UNITS_PER_PROCESS)
-        while (unit := self.take()) is not None:
-            outcome = process.ask(asdict(unit))
-            if outcome is None:
-                outcome = self.isolate(process, unit)
-            self.add(outcome)
-        process.stop()
+        return WorkerProcess("tests.fuzz.op_db", arguments, log, UNITS_PER_PROCESS)
 
-    def isolate(self, process: WorkerProcess, unit: Unit) -> dict[str, Any]:
-        """Find the samples that end a process."""
+    def isolate(self, process: WorkerProcess, unit: Unit) -> dict[str, Any] | None:
+        """Find the samples that end a process, but not in eager. None if the time ends."""
         whole = asdict(Outcome(unit.name, unit.dtype, unit.gradient, status="dies"))
+        whole["failures"].append({"sample": None, "reason": f"dies: {process.last_words()}"})
         for number in range(200):
-            outcome = process.ask(asdict(replace(unit, only=number)))
+            if self.is_late:
+                return None
+            outcome = process.ask(asdict(replace(unit, only=number)), 2 * SECONDS_PER_UNIT)
             if outcome is None:
                 reason = process.last_words()
+                if process.ask(asdict(replace(unit, only=number, eager=True))) is None:
+                    whole["refused"] += 1
+                    continue
                 whole["failures"].append({"sample": number, "reason": f"dies: {reason}"})
                 if len(whole["failures"]) == 5:
                     break
@@ -235,12 +278,15 @@ class OperatorDatabaseRun:
                 break  # there are no more samples
             else:
                 whole["samples"] += outcome["samples"]
+                whole["refused"] += outcome["refused"]
                 whole["failures"] += outcome["failures"]
+        if whole["refused"] and len(whole["failures"]) == 1:  # only samples that end eager, too
+            whole.update(status="pass" if whole["samples"] else "skip", failures=[])
         return whole
 
     def add(self, outcome: dict[str, Any]) -> None:
         with self.lock:
-            self.outcomes.append(outcome)
+            self.outcomes[outcome["name"], outcome["dtype"], outcome["gradient"]] = outcome
             for failure in outcome["failures"][:2] if outcome["status"] != "skip" else ():
                 unit = Unit(outcome["name"], outcome["dtype"], outcome["gradient"])
                 where = f"sample {failure['sample']}"
@@ -254,37 +300,40 @@ class OperatorDatabaseRun:
 
     def save(self) -> None:
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"outcomes": self.outcomes}, indent=1))
+        temporary.write_text(json.dumps({"outcomes": list(self.outcomes.values())}, indent=1))
         temporary.replace(self.path)
 
     def summary(self) -> str:
-        counts = Counter(outcome["status"] for outcome in self.outcomes)
-        samples = sum(outcome["samples"] for outcome in self.outcomes)
+        counts = Counter(outcome["status"] for outcome in self.outcomes.values())
+        samples = sum(outcome["samples"] for outcome in self.outcomes.values())
         parts = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         seconds = time.monotonic() - self.started
         return f"{parts}; {samples} samples; {len(self.units)} units asked for, {seconds:.0f} s"
 
     def run(self) -> int:
         FOLDER.mkdir(exist_ok=True)
-        threads = [
-            threading.Thread(target=self.work, args=(number,))
-            for number in range(self.options.processes)
-        ]
+        workers = [self.make_worker(number) for number in range(self.options.processes)]
+        threads = [threading.Thread(target=self.work, args=(worker,)) for worker in workers]
         for thread in threads:
             thread.start()
+        end = self.started + self.options.time + SECONDS_TO_END
+        for thread in threads:
+            thread.join(min(max(0, end - time.monotonic()), threading.TIMEOUT_MAX))
+        for worker in workers:  # those that still run a unit, which the next call will repeat
+            worker.kill()
         for thread in threads:
             thread.join()
         self.save()
         print(self.summary())
         reasons = Counter(
             failure["reason"]
-            for outcome in self.outcomes
+            for outcome in self.outcomes.values()
             if outcome["status"] in ("fail", "dies", "slow")
             for failure in outcome["failures"]
         )
         for reason, count in reasons.most_common(40):
             print(f"{count} × {reason}")
-        bad = {"fail", "dies", "slow"} & {outcome["status"] for outcome in self.outcomes}
+        bad = {"fail", "dies", "slow"} & {outcome["status"] for outcome in self.outcomes.values()}
         return 1 if bad else 0
 
 

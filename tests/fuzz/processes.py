@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,24 +56,33 @@ class WorkerProcess:
             env=self.environment,
         )
 
-    def ask(self, question: Any) -> dict[str, Any] | None:
-        """The answer; None if the process died."""
+    def ask(self, question: Any, seconds: float = 1e6) -> dict[str, Any] | None:
+        """The answer; None if the process died, or was killed after so many seconds."""
         if self.asked == self.max_asked:
             self.stop()
         if self.process is None:
             self.process = self.start()
         self.asked += 1
         assert self.process.stdin is not None and self.process.stdout is not None
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
         try:
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        timer.cancel()
         if not answer:
             self.stop()
             return None
         return json.loads(answer)  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        """End the process now, also from another thread: `ask` then returns None."""
+        if self.process is not None:
+            self.process.kill()
 
     def stop(self) -> None:
         """Let the process end, and remove its kernels."""

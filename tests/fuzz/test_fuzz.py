@@ -6,9 +6,11 @@ More of them: scripts/fuzz
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,6 +276,80 @@ def test_operator_database_has_every_dtype() -> None:
     units = list(op_db.all_units("cpu"))
     assert len(units) == len(set(units)) > 5000
     assert {"float32", "bool", "complex64", "int8", "bfloat16"} <= {unit.dtype for unit in units}
+
+
+def sleeping_worker(folder: Path) -> WorkerProcess:
+    process = WorkerProcess("", [], folder / "log", 99)
+    process.command = [sys.executable, "-c", "import time; time.sleep(99)"]
+    return process
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
+    assert sleeping_worker(tmp_path).ask(0, seconds=0.1) is None
+
+
+def test_operator_database_ends_in_time_and_keeps_other_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit that runs too long is left out; the next call repeats it."""
+    monkeypatch.setattr(op_db, "FOLDER", tmp_path)
+    monkeypatch.setattr(op_db, "SECONDS_TO_END", 0)
+    known = tmp_path / "known.json"
+    outcome = asdict(op_db.Outcome("abs", "float32", gradient=True))
+    known.write_text(json.dumps({"outcomes": [outcome]}))
+    options = ["--opdb", "--ops", "abs", "--time", "0.2", "--known", str(known)]
+    run = op_db.OperatorDatabaseRun(command.parse(options))
+    monkeypatch.setattr(run, "make_worker", lambda _: sleeping_worker(tmp_path))
+    units = len(run.units)
+    assert run.run() == 0
+    assert json.loads((tmp_path / "opdb-cpu.json").read_text())["outcomes"] == [outcome]
+    assert len(op_db.OperatorDatabaseRun(command.parse(["--ops", "abs"])).units) == units > 5
+
+
+class ScriptedWorker(WorkerProcess):
+    """Answers as a worker does for a unit of three samples. Sample 1 ends the process."""
+
+    def __init__(self, folder: Path, ends_eager: bool) -> None:
+        super().__init__("", [], folder / "log", 99)
+        self.ends_eager = ends_eager
+        self.log.write_text("Fatal: device-side assert\n")
+
+    def ask(self, question: Any, seconds: float = 0) -> dict[str, Any] | None:
+        unit = op_db.Unit(**question)
+        if unit.only in (None, 1) and (self.ends_eager or not unit.eager):
+            return None
+        there_is = unit.only is not None and unit.only < 3
+        status = "pass" if there_is and not unit.eager else "skip"
+        outcome = op_db.Outcome(unit.name, unit.dtype, unit.gradient, status, int(there_is))
+        return asdict(outcome)
+
+
+@pytest.mark.parametrize("ends_eager", [False, True])
+def test_a_sample_that_ends_the_process_does_not_lose_the_others(
+    tmp_path: Path, ends_eager: bool
+) -> None:
+    run = op_db.OperatorDatabaseRun(
+        command.parse(["--ops", "abs", "--output", str(tmp_path / "o")])
+    )
+    outcome = run.isolate(ScriptedWorker(tmp_path, ends_eager), run.units[0])
+    assert outcome is not None and outcome["samples"] == 2
+    if ends_eager:
+        assert outcome["status"] == "pass" and outcome["refused"] == 1
+    else:
+        assert outcome["status"] == "dies"
+        assert [failure["sample"] for failure in outcome["failures"]] == [None, 1]
+
+
+def test_ranges_of_seeds() -> None:
+    assert command.parse_seeds("3:7") == (3, 7) and command.parse_seeds("3") == (3, 4)
+    first, end = command.parse_seeds("3:")
+    assert first == 3 and end > 1 << 30
+
+
+@pytest.mark.parametrize("text", ["7:3", "x", "3:3", ":", "-1:3"])
+def test_command_refuses_ranges_without_seeds(text: str) -> None:
+    with pytest.raises(SystemExit):
+        command.parse([f"--seeds={text}"])
 
 
 def test_command_refuses_unknown_kinds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,13 @@ class Worker:
         return self.check(program)
 
 
+def ignore_seeds_of_missing_devices(target: str) -> None:
+    """torch.manual_seed keeps every seed of a device that is not in use, with a stack trace."""
+    for kind in ("cuda", "xpu", "mtia"):
+        if kind != target:
+            getattr(torch, kind).manual_seed_all = lambda _: None
+
+
 def set_up(target: str, optimization: str, cache: str) -> None:
     """Settings of this process: one thread, quiet, kernels in memory, no autotuning."""
     os.environ.update(
@@ -201,6 +208,7 @@ def set_up(target: str, optimization: str, cache: str) -> None:
     )
     # TorchDynamo flushes the CPU's caches to measure the latency of guards
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+    ignore_seeds_of_missing_devices(target)
     gc.freeze()  # what is imported is not searched for garbage again
     gc.set_threshold(20_000, 20, 50)
     torch.set_num_threads(1)
