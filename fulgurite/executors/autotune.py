@@ -27,15 +27,15 @@ from torch import fx
 
 from fulgurite import native, timing
 from fulgurite.executors.base import ClaimedRegion, Executor, ExecutorChoice
+from fulgurite.executors.example_integers import find_example_integers
+from fulgurite.executors.fallback import is_error_of_device
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.logs import LOG
 from fulgurite.trace.cost import (
-    is_view,
     iter_tensors,
     node_bytes,
     size_hint,
     value_bytes,
-    view_base,
 )
 from fulgurite.trace.decisions import (
     Decision,
@@ -53,14 +53,6 @@ Autotune = Literal["auto"] | bool
 FALLBACK_MARGIN = 1.1  # torch must be faster by this factor to win a region: less is noise
 # no clock is needed if torch moves at least this many times the bytes, and the region at least as many
 OBVIOUS_SAVINGS = (3, 16 << 20)
-# Their integers are offsets in windows: 0 is in the padding of the first window, before the tensor.
-OFFSET_OPS = {"max_pool2d_offsets_backward"}
-INDEX_OPS = {
-    *("embedding", "embedding_dense_backward", "gather", "index", "index_add", "index_copy"),
-    *("index_fill", "index_put", "index_select", "put", "scatter", "scatter_add", "scatter_reduce"),
-    *("take", "_embedding_bag", "_unsafe_index", "_unsafe_index_put", "index_reduce"),
-    *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-}
 MAX_EXAMPLE_BYTES = 1 << 30  # of the inputs that are made for a comparison
 SECOND_LOOK_PAUSE = 0.01  # seconds: about as long as another process holds a core
 # A kernel that takes this many times the predicted time was probably interrupted all the time.
@@ -128,7 +120,7 @@ class ExecutorTuner:
             return [claiming]
         if any(map(_divides_integers, nodes)):  # integer example inputs are zeros
             return [claiming]
-        if any(map(_computes_index, nodes)):  # out of range for made-up inputs: an assert on a GPU
+        if find_example_integers(module) is None:
             return [claiming]
         others = [executor for executor in self.executors if executor is not claiming]
         if self.autotune == "auto":
@@ -154,19 +146,34 @@ class ExecutorTuner:
         self, module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
     ) -> dict[str, float] | None:
         def measure(*inputs: Any) -> dict[str, float] | None:
+            if "torch" in calls and not _is_accepted(calls["torch"], inputs):
+                return None
             if self.autotune == "auto":
                 return timing.best_times_on(calls, *inputs)
             return timing.median_times_on(calls, *inputs)
 
         try:
             seconds: dict[str, float] | None = run_on_example_inputs(
-                module, measure, _find_index_limits(module)
+                module, measure, find_example_integers(module)
             )
         except (
             torch.OutOfMemoryError
         ):  # the example inputs are in addition to the program's tensors
             return None
         return seconds
+
+
+def _is_accepted(torch_call: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+    """Whether torch's ops take the example inputs: some check what integers hold in ways of their own."""
+    if not any(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in inputs):
+        return True
+    try:
+        torch_call(*inputs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        if is_error_of_device(error):
+            raise
+        return False
+    return True
 
 
 def _needs_confirmation(
@@ -226,44 +233,6 @@ def _divides_integers(node: fx.Node) -> bool:
     value = fake_value(node)
     is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
     return is_integer and name in ("div", "floor_divide", "remainder", "fmod")
-
-
-def _computes_index(node: fx.Node) -> bool:
-    """Whether an index of the node is computed. Integer example inputs are zeros: always in range."""
-    name = str(getattr(node.target, "_opname", ""))
-    if name in OFFSET_OPS:
-        return True
-    if name not in INDEX_OPS:
-        return False
-    return any(_is_integer(n) and not _is_view_of_input(n) for n in node.all_input_nodes)
-
-
-def _find_index_limits(module: fx.GraphModule) -> dict[fx.Node, int]:
-    """What example indices must be below, for the integer inputs that are only used as indices.
-
-    All zeros would make every element of an indexed store collide.
-    """
-    limits: dict[fx.Node, int] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_function" or is_view(node):
-            continue
-        is_index = str(getattr(node.target, "_opname", "")) in INDEX_OPS
-        tensors = [fake_value(n) for n in (node, *node.args[:1]) if isinstance(n, fx.Node)]
-        sizes = [size_hint(n) for tensor in tensors for t in iter_tensors(tensor) for n in t.shape]
-        limit = min(sizes, default=1) if is_index else 1
-        for source in filter(_is_integer, node.all_input_nodes):
-            base = view_base(source)
-            limits[base] = min(limit, limits.get(base, limit))
-    return limits
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value = fake_value(node)
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
-
-
-def _is_view_of_input(node: fx.Node) -> bool:
-    return view_base(node).op in ("placeholder", "get_attr")
 
 
 def _make_key(module: fx.GraphModule, eligible: Sequence[Executor], source: str) -> str:

@@ -42,6 +42,17 @@ class Decision:
         return f"{self.region}: {self.winner} ({times}{', from cache' if self.cached else ''})"
 
 
+@dataclass(frozen=True)
+class ExampleIntegers:
+    """Integers from 0 up to below a limit: spread in no order, or sorted from 0 to the largest one."""
+
+    limit: int
+    is_sorted: bool = False
+
+
+ZEROS = ExampleIntegers(1)
+
+
 def decision_key(*parts: str) -> str:
     """The cache key of a decision that depends on these texts."""
     return cache.digest(str(FORMAT), *parts)
@@ -69,25 +80,22 @@ def write_decision(key: str, decision: Decision) -> None:
 def run_on_example_inputs(
     module: fx.GraphModule,
     run: Callable[..., Any],
-    index_limits: Mapping[fx.Node, int] | None = None,
+    integers: Mapping[fx.Node, ExampleIntegers] | None = None,
 ) -> Any:
     """Call `run` with real inputs that look like those of the region.
 
-    index_limits   inputs that hold indices: what those must be below. Other integers are zeros.
+    integers   what the inputs that hold positions must be. Other integers are zeros.
 
     Capture runs on FakeTensors and dispatches in Python. Both are turned off, as in the final program.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    limits = index_limits or {}
+    known = integers or {}
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-        return run(*(make_example_input(fake_value(n), limits.get(n, 1)) for n in placeholders))
+        return run(*(make_example_input(fake_value(n), known.get(n, ZEROS)) for n in placeholders))
 
 
-def make_example_input(value: Any, index_limit: int = 1) -> Any:
-    """A real value with the metadata of a fake one. A short pattern is repeated, which is fast.
-
-    index_limit   integers are spread below it
-    """
+def make_example_input(value: Any, integers: ExampleIntegers = ZEROS) -> Any:
+    """A real value with the metadata of a fake one. A short pattern is repeated, which is fast."""
     if not isinstance(value, torch.Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     shape = [size_hint(size) for size in value.shape]
@@ -96,10 +104,14 @@ def make_example_input(value: Any, index_limit: int = 1) -> Any:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     flat = tensor.as_strided((extent,), (1,)) if tensor.numel() else tensor
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        if index_limit > 1 and tensor.numel():
-            flat.copy_(torch.arange(extent, device=value.device) * INDEX_STEP % index_limit)
-            return tensor
-        return tensor.zero_()  # an index must be in range
+        if integers.limit <= 1 or not tensor.numel():
+            return tensor.zero_()
+        values = torch.arange(extent, device=value.device)
+        if integers.is_sorted:
+            flat.copy_(values * (integers.limit - 1) // max(extent - 1, 1))
+        else:
+            flat.copy_(values * INDEX_STEP % integers.limit)
+        return tensor
     generator = torch.Generator().manual_seed(0)  # the program's own is not touched
     pattern = (torch.rand(4093, generator=generator) + 0.5).to(value.device, value.dtype)
     repeated = extent - extent % len(pattern)

@@ -206,6 +206,37 @@ def test_offsets_in_padded_windows_are_not_made_up(clock):
     assert not clock.seen
 
 
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_example_offsets_of_bags_are_in_order(clock, mode, include_last):
+    """Made-up offsets in any order are refused by torch, and read elsewhere by its kernels."""
+    lookups = torch.tensor([1, 2, 8, 0, 0, 3, 8, 8, 4, 5, 6, 8])
+    offsets = torch.tensor([0, 3, 3, 7, 12] if include_last else [0, 3, 3, 7])
+
+    def bags(w):
+        return F.embedding_bag(
+            lookups, w, offsets, mode=mode, padding_idx=0, include_last_offset=include_last
+        )
+
+    w = torch.randn(9, 5, requires_grad=True)
+    found = fulgurite.compile(bags, autotune="auto")(w)
+    torch.testing.assert_close(found, bags(w))
+    (gradient,) = torch.autograd.grad(found.sum(), w)
+    torch.testing.assert_close(gradient, *torch.autograd.grad(bags(w).sum(), w))
+    assert len(clock.seen) == 2, "forward and backward are timed"
+
+
+def test_regions_whose_example_inputs_torch_refuses_are_not_timed(clock, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("lengths must add up")
+
+    monkeypatch.setattr(autotune.TorchExecutor, "lower", lambda *_: refuse)
+    x, w = torch.arange(5), torch.randn(7, 3)
+    compiled = fulgurite.compile(lambda i, w: w[i] * 2 + 1, autotune="auto")
+    torch.testing.assert_close(compiled(x, w), w[x] * 2 + 1)
+    assert not clock.seen and "@fulgurite.region('fuser')" in str(compiled.last_trace())
+
+
 def test_large_savings_in_bytes_need_no_clock(clock):
     x = torch.ones(2048, 2048)
     compiled = fulgurite.compile(lambda x: ((x + 1) * 2 - x).relu(), autotune="auto")

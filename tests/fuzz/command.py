@@ -97,7 +97,9 @@ class Run:
         arguments += ["--batch", str(options.batch)] if options.batch else []
         environment = {"TRITON_INTERPRET": "1"} if self.target == "interpret" else {}
         log = FOLDER / f"worker-{self.target}-{number}.log"
-        return WorkerProcess("tests.fuzz.worker", arguments, log, CHUNKS_PER_PROCESS, **environment)
+        return WorkerProcess(
+            "tests.fuzz.worker", arguments, log, CHUNKS_PER_PROCESS, options.autotune, **environment
+        )
 
     def isolate(self, worker: WorkerProcess, taken: tuple[int, int]) -> None:
         """A worker died: run its seeds one by one, and report the ones that end the process."""
@@ -195,6 +197,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--optimization",
         default="",
         help="more flags of the C++ compiler, for example -O1",
+    )
+    parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="time regions as users' calls do; those that are slower than torch fall back",
     )
     database = parser.add_argument_group("the operator database instead of random programs")
     database.add_argument("--opdb", action="store_true")

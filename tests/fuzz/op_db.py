@@ -256,7 +256,9 @@ class OperatorDatabaseRun:
         options = self.options
         arguments = ["--device", options.device, f"--optimization={options.optimization}"]
         log = FOLDER / f"opdb-worker-{options.device}-{number}.log"
-        return WorkerProcess("tests.fuzz.op_db", arguments, log, UNITS_PER_PROCESS)
+        return WorkerProcess(
+            "tests.fuzz.op_db", arguments, log, UNITS_PER_PROCESS, options.autotune
+        )
 
     def isolate(self, process: WorkerProcess, unit: Unit) -> dict[str, Any] | None:
         """Find the samples that end a process, but not in eager. None if the time ends."""

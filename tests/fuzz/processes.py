@@ -29,14 +29,22 @@ class WorkerProcess:
 
     module      gets `arguments`, then `--cache FOLDER`; reads questions on stdin, answers on stdout
     max_asked   questions after which a new process starts, because torch's caches grow
+    autotune    whether regions are timed, as in users' calls, and may fall back to torch
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], log: Path, max_asked: int, **environment: str
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        max_asked: int,
+        autotune: bool = False,
+        **environment: str,
     ) -> None:
         self.command = [sys.executable, "-m", module, *arguments]
         self.log, self.max_asked = log, max_asked
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        fixed["FULGURITE_AUTOTUNE"] = "auto" if autotune else "0"
         self.environment = {**os.environ, **fixed, **environment}
         self.process: subprocess.Popen[str] | None = None
         self.log_start = 0  # where the lines of the latest process begin

@@ -197,11 +197,10 @@ def ignore_seeds_of_missing_devices(target: str) -> None:
 
 
 def set_up(target: str, optimization: str, cache: str) -> None:
-    """Settings of this process: one thread, quiet, kernels in memory, no autotuning."""
+    """Settings of this process: one thread, quiet, kernels in memory."""
     os.environ.update(
         FULGURITE_CACHE_DIR=cache,
         FULGURITE_REPRO_DIR=os.path.join(cache, "repro"),
-        FULGURITE_AUTOTUNE="0",
         FULGURITE_STRICT="1",
         FULGURITE_VERIFY="0",
         TRITON_CACHE_DIR=os.path.join(cache, "triton"),
