@@ -1,8 +1,7 @@
 """Formulas of complex ops as pairs of real expressions. Same structure as `pointwise.py`.
 
-Division is Smith's method. Infinities and NaN follow C's complex functions, with one exception: a
-factor of 1 in front of a sum is not multiplied. torch multiplies it, which turns infinities into
-NaN.
+Division is Smith's method. Infinities and NaN follow C's complex functions. A factor in front of a
+sum is multiplied as a complex number even if it is 1, as in torch: it turns infinities into NaN.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def complex_constant(value: complex, like: ComplexPair) -> ComplexPair:
 def complex_scale(a: ComplexPair, factor: Any) -> ComplexPair:
     if not isinstance(factor, int | float | complex):
         raise Unsupported("a scale factor that is not a Python number")
-    return a if factor == 1 else complex_mul(complex_constant(complex(factor), a), a)
+    return complex_mul(complex_constant(complex(factor), a), a)
 
 
 def complex_where(condition: Expression, a: ComplexPair, b: ComplexPair) -> ComplexPair:

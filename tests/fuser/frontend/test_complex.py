@@ -199,6 +199,26 @@ def check_against_cpu(function: Callable[..., Any], z: torch.Tensor, rtol: float
         torch.testing.assert_close(ours, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
+def test_sums_multiply_infinities_by_their_factor_of_one() -> None:
+    """(1 + 0i) * (inf + 0i) is inf + nan i: torch multiplies the second operand of a sum."""
+    odd = torch.tensor([0.0, 1.0, -1.0, INF, -INF, NAN])
+    z = torch.complex(odd[:, None].expand(6, 6).contiguous(), odd[None].expand(6, 6).contiguous())
+    check_complex(
+        lambda a, b: (
+            a + b,
+            a - b,
+            torch.add(a, b, alpha=1),
+            torch.rsub(a, b),
+            a + 1,
+            1 - a,
+            a.addcmul(b, a),
+            a.addcdiv(b, b),
+        ),
+        torch.ones_like(z),
+        z,
+    )
+
+
 def test_hyperbolic_functions_of_infinities_and_nan() -> None:
     odd = torch.tensor([0.0, -0.0, 1.0, -1.0, 700.0, INF, -INF, NAN], dtype=torch.float64)
     z = torch.complex(odd[:, None].expand(8, 8).contiguous(), odd[None].expand(8, 8).contiguous())
