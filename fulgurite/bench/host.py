@@ -13,6 +13,7 @@ difference is the host. Steps run one after the other without waiting for the de
 
 Candidates: eager, torch.compile, its reduce-overhead mode, Fulgurite without CUDA graphs, and with them.
 `--quick` leaves out what takes long to compile or to start: rms_norm, reduce-overhead, several ranks.
+`--only TEXT` runs the cases with this text in their names.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fulgurite import timing
 from fulgurite.bench import host_ranks, results
 from fulgurite.bench.measure import Call
 from fulgurite.bench.moe import torch_grouped_mm
+from fulgurite.errors import ArgumentError
 from fulgurite.host.timing import time_device
 from fulgurite.kernels.moe.ops import fused_experts
 from fulgurite.kernels.moe.router_config import RouterConfig, Routes
@@ -53,6 +55,7 @@ CANDIDATES: dict[str, Compile] = {
 }
 CUDA_GRAPH_CANDIDATES = (REDUCE_OVERHEAD, OURS_WITH_GRAPHS)  # only on GPUs
 PROFILED_STEPS = 10
+BACKWARD_OF_ONE_OP = "backward of one op"
 
 
 @dataclass(frozen=True)
@@ -227,8 +230,8 @@ def measure_backward_threads(device: str, budget: float) -> list[Row]:
         return torch.autograd.grad(y, x, gradient, retain_graph=True)
 
     names = {
-        "backward of one op, thread of the GPU": partial(step, True),
-        "backward of one op, calling thread": partial(step, False),
+        f"{BACKWARD_OF_ONE_OP}, thread of the GPU": partial(step, True),
+        f"{BACKWARD_OF_ONE_OP}, calling thread": partial(step, False),
     }
     with torch.autograd.set_multithreading_enabled(True):
         wall = timing.median_times(names, budget=budget, warmups=6)
@@ -243,10 +246,11 @@ def measure_mesh(mesh: host_ranks.MeshCase, device: str, steps: int) -> list[Row
     return [
         {
             "case": mesh.name,
-            "candidate": OURS_WITH_GRAPHS if is_captured else OURS,
-            "wall_us": 1e6 * seconds,
+            "candidate": OURS_WITH_GRAPHS if step.is_captured else OURS,
+            "wall_us": 1e6 * step.wall,
+            "host_us": 1e6 * step.host,
         }
-        for is_captured, seconds in host_ranks.measure_mesh(mesh, device, steps)
+        for step in host_ranks.measure_mesh(mesh, device, steps)
     ]
 
 
@@ -258,10 +262,22 @@ def run_host(options: argparse.Namespace) -> None:
     def save() -> Path:
         return results.save_results("host", options.device, rows, options.output)
 
+    def is_wanted(name: str) -> bool:
+        return options.only is None or options.only.lower() in name.lower()
+
     quick, cases = options.quick, make_cases(options.device)
-    meshes = host_ranks.CASES[:1] if quick else host_ranks.CASES
     if quick:
         cases = [case for case in cases if case.function is not rms_norm]
+    cases = [case for case in cases if is_wanted(case.name)]
+    meshes = [mesh for mesh in host_ranks.CASES[: 1 if quick else None] if is_wanted(mesh.name)]
+    threads = options.device.startswith("cuda") and is_wanted(BACKWARD_OF_ONE_OP)
+    if not (cases or meshes or threads):
+        names = [case.name for case in make_cases(options.device)]
+        names += [mesh.name for mesh in host_ranks.CASES]
+        raise ArgumentError(
+            f"no case of the suite has {options.only!r} in its name",
+            next=f"the names are: {'; '.join(names)}",
+        )
     with Progress(transient=True) as progress:
         bar = progress.add_task("host", total=len(cases) + len(meshes))
         for case in cases:
@@ -269,7 +285,7 @@ def run_host(options: argparse.Namespace) -> None:
             rows += measure_case(case, options.device, quick)
             save()  # partial results survive an interrupt
             progress.advance(bar)
-        if options.device.startswith("cuda"):
+        if threads:
             rows += measure_backward_threads(options.device, 0.1)
         for mesh in meshes:
             progress.update(bar, description=mesh.name)
@@ -281,22 +297,18 @@ def run_host(options: argparse.Namespace) -> None:
 
 
 def format_table(rows: list[Row]) -> str:
-    """A line a case, a column a candidate: wall, and kernels in brackets; microseconds."""
+    """A line a case, a column a candidate: wall, and kernels or the host in brackets; microseconds."""
     found = {(row["case"], row["candidate"]): row for row in rows}
     cases = list(dict.fromkeys(row["case"] for row in rows))
     names = [name for name in CANDIDATES if any(row["candidate"] == name for row in rows)]
-    lines = [["µs: wall (kernels)" if _has_device(rows) else "µs", *names]]
+    lines = [["µs: wall (kernels; decode steps: host)", *names]]
     for case in cases:
         lines.append([case, *(_format_cell(found.get((case, name))) for name in names)])
     return results.format_table(lines)
 
 
-def _has_device(rows: list[Row]) -> bool:
-    return any("device_us" in row for row in rows)
-
-
 def _format_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    wall = f"{row['wall_us']:.1f}"
-    return f"{wall} ({row['device_us']:.1f})" if "device_us" in row else wall
+    wall, part = f"{row['wall_us']:.1f}", row.get("device_us", row.get("host_us"))
+    return wall if part is None else f"{wall} ({part:.1f})"

@@ -3,7 +3,8 @@
 In: ATen's `_foreach_*` ops, which optimizers and gradient clipping call. Out: decompositions for
 AOTAutograd's tracing, `lerp_in_place` for TorchDynamo's, and `separate_writes` for captured graphs.
 One op a tensor can be fused with its neighbours, and takes a symbolic number: an opaque foreach op
-makes TorchDynamo specialize on a learning rate, so that every new one recompiles. `add` and `sub` with a symbolic `alpha` are decomposed for the same reason.
+makes TorchDynamo specialize on a learning rate, so that every new one recompiles. `add` and `sub`
+with a symbolic `alpha` are decomposed for the same reason.
 """
 
 from __future__ import annotations

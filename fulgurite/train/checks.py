@@ -57,6 +57,7 @@ def check_run(config: TrainConfig, world: int | None = None) -> None:
     check_log(config)
     check_tuning(config)
     model_config = check_model(config)
+    check_balance(config, model_config)
     check_layout(config, model_config, degrees)
     check_length(model_config, config.data.sequence_length or 1)
     check_data(config)
@@ -122,6 +123,15 @@ def check_model(config: TrainConfig) -> ModelConfig:
     model = build_model(model_config, family, get_dtype(section.dtype))
     choose_balance(model, config.loss)
     return model_config
+
+
+def check_balance(config: TrainConfig, model_config: ModelConfig) -> None:
+    """`choose_balance` sees the layers of a rank: a pipeline stage may have no experts."""
+    if config.loss.balance in ("bias", "aux") and model_config.moe is None:
+        raise ArgumentError(
+            f"loss.balance={config.loss.balance!r}, and the model has no experts",
+            next="leave out loss.balance",
+        )
 
 
 def check_fields(

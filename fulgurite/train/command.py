@@ -17,7 +17,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -139,16 +140,16 @@ def run_train(options: argparse.Namespace) -> None:
     config = choose_output(config, options.resume)
     world = None if is_rank() else options.ranks
     check_run(resolve(config, world), world)  # raises before a folder is made
-    create_output(config, is_new=options.resume is None and not is_rank())
-    if is_rank():
-        train(config)  # torchrun started this process
-        return
-    if options.ranks != 1:
-        status = supervise(config, options.ranks, train)
-        if status:
-            raise SystemExit(status)
-    else:
-        train(config)
+    with create_output(config, is_new=options.resume is None and not is_rank()):
+        if is_rank():
+            train(config)  # torchrun started this process
+            return
+        if options.ranks != 1:
+            status = supervise(config, options.ranks, train)
+            if status:
+                raise SystemExit(status)
+        else:
+            train(config)
     assert config.output is not None, "choose_output has set it"
     print_summary(resolve(config, options.ranks), read_result(Path(config.output)))
 
@@ -241,10 +242,14 @@ def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig
     return config
 
 
-def create_output(config: TrainConfig, is_new: bool) -> None:
-    """Make the folder of a run. A new run does not use the tokenizer of one that ended early."""
+@contextmanager
+def create_output(config: TrainConfig, is_new: bool) -> Iterator[None]:
+    """Make the folder of a run. It is removed if the run ends before it has a config in it, as with text
+    that is too short. A new run does not use the tokenizer of one that was killed at that point.
+    """
     assert config.output is not None, "choose_output has set it"
     folder = Path(config.output)
+    is_made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -255,6 +260,11 @@ def create_output(config: TrainConfig, is_new: bool) -> None:
         ) from error
     if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
         shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+    try:
+        yield
+    finally:
+        if is_made and not (folder / CONFIG).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def print_summary(config: TrainConfig, result: RunResult) -> None:

@@ -44,4 +44,33 @@ def test_the_command_writes_its_rows(
     assert len(rows) == 2 * (len(host.make_cases("cpu")) - 2) + 1, "without rms_norm"
     assert rows[-1]["case"] == "decode step, data 2, expert 2"
     assert all(row["wall_us"] > 0 for row in rows)
+    assert 0 < rows[-1]["host_us"] < rows[-1]["wall_us"]
     assert "block forward + backward" in capsys.readouterr().out
+
+
+def test_some_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "host", "--device", "cpu", "--quick", "--only"]
+    output = ["--output", str(tmp_path / "host.json")]
+    assert cli.main([*arguments, "decode step, ONE", *output]) == 0
+    out = capsys.readouterr().out
+    assert "decode step, one rank" in out and "block" not in out
+    assert cli.main([*arguments, "three ops", *output]) == 1
+    assert "no case of the suite has 'three ops' in its name" in capsys.readouterr().err
+
+
+def test_waits_for_the_device_are_no_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Event:
+        def synchronize(self) -> None:
+            now[0] += 5
+
+    monkeypatch.setattr(host_ranks.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = host_ranks.HostClock()
+    with clock.count_waits():
+        Event().synchronize()
+        now[0] += 1
+    assert clock() == 1
+    Event().synchronize()
+    assert clock() == 6

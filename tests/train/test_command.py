@@ -108,6 +108,7 @@ def test_print_config_round_trips(capsys):
         (["--tune.task", "dpo"], "demo has no records"),
         (["--tune.task", "chat", "--data.train", "a.jsonl"], "without a tokenizer"),
         (["--loss.balance", "bias", "--model.architecture", "MixtralForCausalLM"], "use 'aux'"),
+        (["--loss.balance", "aux", "--model.architecture", "LlamaForCausalLM"], "has no experts"),
         (["broken.py"], "broken.py raised SyntaxError"),
         (["raises.py"], "raises.py:2"),
         (["--model.fields.hidden_sizee", "64"], "did you mean model.fields.hidden_size?"),
@@ -161,16 +162,28 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
 
 def test_a_new_run_leaves_no_tokenizer_of_an_earlier_one(tmp_path):
     config = TrainConfig(output=str(tmp_path / "run"))
-    create_output(config, is_new=True)
     tokenizer = tmp_path / "run" / "tokenizer"
-    tokenizer.mkdir()
-    create_output(config, is_new=True)
-    assert tokenizer.exists()  # no run made it
+    tokenizer.mkdir(parents=True)
+    with create_output(config, is_new=True):
+        assert tokenizer.exists()  # no run made it
     (tmp_path / "run" / ".tokenizer.lock").touch()
-    create_output(config, is_new=False)
-    assert tokenizer.exists()
-    create_output(config, is_new=True)
-    assert not tokenizer.exists()
+    with create_output(config, is_new=False):
+        assert tokenizer.exists()
+    with create_output(config, is_new=True):
+        assert not tokenizer.exists()
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_run_that_does_not_begin_leaves_no_folder(ranks, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("hi")
+    words = ["train", "--data.train", "short.txt", "--steps", "1", "--ranks", ranks]
+    try:
+        assert main(words) == 1
+    except SystemExit as end:  # of ranks
+        assert end.code == 1
+    assert "too few to train on" in "".join(capfd.readouterr())
+    assert not list(Path("runs").iterdir())
 
 
 def test_a_run_goes_on_with_more_ranks():

@@ -9,6 +9,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +67,11 @@ def time_first_token(engine: Engine, prompt: int, repeats: int = 3) -> float:
 
 
 def time_decode(
-    engine: Engine, batch: int, workload: Workload, *params: SamplingParams
+    engine: Engine,
+    batch: int,
+    workload: Workload,
+    *params: SamplingParams,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds of a decode step of `batch` requests for each of these params, medians.
 
@@ -75,12 +80,16 @@ def time_decode(
     times: list[list[float]] = [[] for _ in params]
     for _ in range(ROUNDS if len(params) > 1 else 1):
         for found, one in zip(times, params, strict=True):
-            found += _time_steps(engine, batch, workload, one)
+            found += _time_steps(engine, batch, workload, one, clock)
     return [statistics.median(found) for found in times]
 
 
 def _time_steps(
-    engine: Engine, batch: int, workload: Workload, params: SamplingParams
+    engine: Engine,
+    batch: int,
+    workload: Workload,
+    params: SamplingParams,
+    clock: Callable[[], float],
 ) -> list[float]:
     """Seconds of each of `workload.steps` decode steps."""
     params = replace(params, max_tokens=4 * workload.steps, ignore_eos=True)
@@ -92,9 +101,9 @@ def _time_steps(
         engine.step()
     times = []
     for _ in range(workload.steps):
-        start = time.perf_counter()
+        start = clock()
         engine.step()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     for id in list(engine.requests):
         engine.cancel(id)
     while engine.has_unfinished_requests:

@@ -35,7 +35,9 @@ MEMORY_LIMIT = 12 << 30
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("suite zoo")
     group.add_argument(
-        "--only", metavar="PATTERN", help="models whose package/name or family matches"
+        "--only",
+        metavar="PATTERN",
+        help="models whose package/name or family matches; train and host: cases with this text",
     )
     group.add_argument("--shard", metavar="I/N", help="every N-th model, from the I-th")
     group.add_argument("--resume", action="store_true", help="keep passed rows of the output file")
