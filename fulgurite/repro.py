@@ -20,13 +20,13 @@ from torch import fx
 from fulgurite import environment, timing
 from fulgurite.config import settings
 from fulgurite.errors import TraceTextError
+from fulgurite.files import write_atomically
 from fulgurite.op import find_module
 from fulgurite.options import Options
 from fulgurite.trace import Trace, describe
 from fulgurite.trace.cost import format_seconds, size_hint
 from fulgurite.trace.metadata import find_fake_mode, same_metadata, use_fake_mode
 from fulgurite.trace.node_meta import fake_value
-from fulgurite.trace.source import write_atomically
 
 STRICT = "FULGURITE_STRICT"
 

@@ -16,7 +16,7 @@ from typing import Any
 from fulgurite.bench.suites import SUITES
 from fulgurite.bench.zoo.page import format_page
 from fulgurite.errors import ArgumentError
-from fulgurite.trace.source import write_atomically
+from fulgurite.files import write_atomically
 
 FILE_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})-(\w+)-(cpu|cuda)\.json")
 MAX_OPEN_LINES = 60

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fulgurite.config import read_env
-from fulgurite.trace.source import write_atomically
+from fulgurite.files import write_atomically
 from fulgurite.version import VERSION
 
 RECORDED_SETTINGS = ("FULGURITE_STRICT", "FULGURITE_AUTOTUNE", "FULGURITE_NUM_THREADS")

@@ -10,12 +10,12 @@ from importlib import resources
 from pathlib import Path
 
 from fulgurite.explain import CompiledGraphSummary, Explanation, GraphSummary
+from fulgurite.files import write_atomically
 from fulgurite.report import tables
 from fulgurite.report.graph import draw_trace
 from fulgurite.report.markup import Markup, make_element, make_json_script
 from fulgurite.report.stages import StageHistory, build_payload, group_stages
 from fulgurite.trace.cost import format_seconds
-from fulgurite.trace.source import write_atomically
 from fulgurite.version import VERSION
 
 SCRIPTS = ("shared.js", "stages.js", "picture.js", "page.js")  # one script, in this order

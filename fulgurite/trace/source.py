@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fulgurite.errors import TraceTextError
@@ -61,17 +58,3 @@ def _exec_source(text: str, filename: str, namespace: dict[str, Any]) -> dict[st
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     exec(code, namespace)
     return namespace
-
-
-def write_atomically(path: Path, text: str) -> Path:
-    """Write a file completely or not at all, by renaming a temporary file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path

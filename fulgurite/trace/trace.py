@@ -16,10 +16,11 @@ from typing import Any, Literal
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from fulgurite.files import write_atomically
 from fulgurite.trace.metadata import fill_metadata
 from fulgurite.trace.node_meta import copy_meta
 from fulgurite.trace.printer import render
-from fulgurite.trace.source import compile_source, load_source, write_atomically
+from fulgurite.trace.source import compile_source, load_source
 
 Kind = Literal["captured", "forward", "backward", "inference"]
 BoxedFunction = Callable[[list[Any]], Any]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.files import share
 from fulgurite.models.loading.safetensors_checkpoint import INDEX_FILE
 
 TOKENIZER_FILES = (
@@ -60,6 +61,7 @@ class FolderWriter:
         path = self._make_folder() / file
         try:
             safetensors.torch.save_file(dict(content), str(path), metadata={"format": "pt"})
+            share(path)
         except safetensors.SafetensorError as error:  # what a full disk is here
             raise OSError(f"{path} can't be written: {error}") from error
         self.weight_map |= dict.fromkeys(content, file)

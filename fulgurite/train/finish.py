@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError
+from fulgurite.files import write_atomically
 from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
-from fulgurite.trace.source import write_atomically
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.export import ExportOptions, save_pretrained
 from fulgurite.train.layout import ModelParallelLayout

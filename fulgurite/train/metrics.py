@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fulgurite.files import write_atomically
 from fulgurite.logs import LOG
 from fulgurite.quant.optional_package import import_optional
-from fulgurite.trace.source import write_atomically
 from fulgurite.train.config import LogSection
 
 FILE = "metrics.jsonl"

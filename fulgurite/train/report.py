@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fulgurite.errors import ArgumentError
+from fulgurite.files import write_atomically
 from fulgurite.report.markup import Markup, join_markup, make_element
-from fulgurite.trace.source import write_atomically
 from fulgurite.train.charts import Curve, Point, draw_curves, draw_heat_map, format_number, smooth
 from fulgurite.train.metrics import StepRecord, read_metrics
 from fulgurite.train.view import format_bytes, format_duration, name_figure

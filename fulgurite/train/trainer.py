@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fulgurite.errors import ArgumentError, NonFiniteError
+from fulgurite.files import write_atomically
 from fulgurite.logs import LOG
-from fulgurite.trace.source import write_atomically
 from fulgurite.train.batch import Batch
 from fulgurite.train.checkpoint import CheckpointManager, training_state
 from fulgurite.train.checks import check_run

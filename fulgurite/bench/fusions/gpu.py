@@ -29,8 +29,8 @@ from fulgurite.bench.fusions.gemm_epilogues import relative_error
 from fulgurite.bench.fusions.gpu_cases import Case, backward_cases, forward_cases, size_cases
 from fulgurite.bench.fusions.report import Row, format_report, percent_by_candidate, plot_bandwidth
 from fulgurite.bench.measure import time_first_call
+from fulgurite.files import write_atomically
 from fulgurite.fuse import fuse
-from fulgurite.trace.source import write_atomically
 
 INPUT_SETS = 3  # calls rotate over them: none finds its inputs in L2
 CALLS_PER_READING = 12  # calls between two CUDA events

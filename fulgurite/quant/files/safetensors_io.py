@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.files import share
 from fulgurite.quant.format import resolve_format
 from fulgurite.quant.tensor import QuantTensor
 
@@ -54,6 +55,7 @@ def save_quantized(
         stored |= {key: value.detach().contiguous() for key, value in parts.items()}
     header = {METADATA_KEY: json.dumps({"version": VERSION, "tensors": entries})}
     safetensors.torch.save_file(stored, path, metadata={**(metadata or {}), **header})
+    share(path)
 
 
 def load_quantized(

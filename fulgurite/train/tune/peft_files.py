@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.files import share
 from fulgurite.models import CausalLM
 from fulgurite.train.tune.adapters import LoRAWeights
 from fulgurite.train.tune.lora import EXPERT_WEIGHTS, LoRAConfig, adapter_weights
@@ -77,6 +78,7 @@ def save_adapters(
     fields = _config_fields(config, modules, parameters, patterns, base_name)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    share(folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
