@@ -2,7 +2,7 @@
 
     tree = SumTree()
     for batch in batches:
-        sums = run_backward(loss_module, batch)              # forward, backward
+        sums = run_backward(loss_module, batch)              # forward, backward of the sum of losses
         tree.push([*take_gradients(parameters), *sums])      # a leaf
     *gradients, loss, z_loss, tokens, load = tree.total()
     store_gradients(parameters, gradients, tokens)           # divided by the tokens of the step
@@ -11,6 +11,9 @@ A `SumTree` adds its leaves in the order of a binary tree, as a binary counter: 
 size are added as soon as both are there, the left one first. So any contiguous share of 2^n leaves
 sums to the same bits on whichever rank, and adding the shares in the same order gives those of one
 rank. It holds at most log2(leaves) + 1 sums at a time. 16-bit leaves are summed in float32.
+
+Where the order does not matter, backward divides: `run_backward(loss_module, batch, factor)`. That saves
+a pass over all gradients.
 """
 
 from __future__ import annotations
@@ -79,13 +82,17 @@ def count_terms(loss_module: nn.Module, batch: Batch) -> Tensor:
     return batch.num_tokens if count is None else count(batch)  # type: ignore[no-any-return]
 
 
-def run_backward(loss_module: nn.Module, batch: Batch) -> LossSums:
-    """Forward and backward of one microbatch; `.grad` grows by its gradients. Returns its sums."""
+def run_backward(loss_module: nn.Module, batch: Batch, factor: Tensor | None = None) -> LossSums:
+    """Forward and backward of one microbatch; `.grad` grows by its gradients, times `factor`.
+
+    Returns its sums, without the factor.
+    """
     offsets = () if batch.offsets_S is None else (batch.offsets_S,)
     sums: LossSums = loss_module(
         batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT, *offsets
     )
-    sums.total.backward()  # type: ignore[no-untyped-call]
+    seed = None if factor is None else factor.to(sums.total)
+    sums.total.backward(seed)  # type: ignore[no-untyped-call]
     return LossSums(*(None if x is None else x.detach() for x in sums))
 
 
@@ -104,9 +111,14 @@ def store_gradients(
 ) -> None:
     """Set `.grad` to a sum of gradients divided by the number of tokens; may overwrite the sum."""
     present = [gradient for gradient in gradients if gradient is not None]
-    scale_tensors(present, tokens.clamp(min=1).float().reciprocal())
+    scale_tensors(present, reciprocal(tokens))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+
+def reciprocal(tokens: Tensor) -> Tensor:
+    """What turns the sum of a step into a mean; 1 if there are no tokens."""
+    return tokens.clamp(min=1).float().reciprocal()
 
 
 def mean_totals(sums: LossSums) -> StepTotals:

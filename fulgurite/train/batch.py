@@ -39,13 +39,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy on a device; from pinned memory it does not wait."""
-        offsets = self.offsets_S
-        if (
-            offsets is None
-            and self.documents_BT is not None
-            and torch.device(device).type == "cuda"
-        ):
-            offsets = find_offsets(self.documents_BT)
+        offsets = None
+        if self.documents_BT is not None and torch.device(device).type == "cuda":
+            offsets = find_offsets(self.documents_BT) if self.offsets_S is None else self.offsets_S
         parts = (self.tokens_BT, self.labels_BT, self.positions_BT, self.documents_BT, offsets)
         moved = [None if x is None else x.to(device, non_blocking=True) for x in parts]
         tokens, labels, positions, documents, offsets = moved

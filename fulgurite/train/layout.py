@@ -64,8 +64,8 @@ class Layout(Protocol):
         ...
 
     def run_microbatches(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
-        """Forward and backward of this rank's microbatches; `.grad` of every parameter is reduced
-        and divided by the tokens of the whole step when it returns."""
+        """Forward and backward of this rank's microbatches; `.grad` of every parameter, None before, is
+        reduced and divided by the tokens of the whole step when it returns."""
         ...
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from fulgurite.determinism import deterministic
 from fulgurite.train.accumulate import (
     SumTree,
+    count_terms,
     mean_totals,
     norm_of_norms,
+    reciprocal,
     run_backward,
     store_gradients,
     take_gradients,
@@ -43,8 +45,8 @@ from fulgurite.train.optim.schedule import (
 class OneRank:
     """The layout of a single process: nothing is shared.
 
-    `deterministic`: microbatches are the leaves of a `SumTree`. Otherwise torch adds each gradient to
-    the sum of those before it, in place.
+    `deterministic`: microbatches are the leaves of a `SumTree`, which is divided by the tokens of the step.
+    Otherwise backward divides, and torch adds each gradient to the sum of those before it, in place.
     """
 
     rank = 0
@@ -59,14 +61,22 @@ class OneRank:
         return model
 
     def run_microbatches(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
+        if self.deterministic:
+            return self._run_in_order(loss_module, batches)
+        counts = torch.stack([count_terms(loss_module, batch) for batch in batches])
+        factor, tree = reciprocal(counts.sum()), SumTree()
+        for batch in batches:
+            tree.push(run_backward(loss_module, batch, factor))
+        return mean_totals(LossSums(*tree.total()))  # type: ignore[arg-type]
+
+    def _run_in_order(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
         parameters, tree = trainable_parameters(loss_module), SumTree()
         for batch in batches:
             sums = run_backward(loss_module, batch)
-            tree.push([*(take_gradients(parameters) if self.deterministic else []), *sums])
-        values = tree.total()
-        sums = LossSums(*values[-len(LossSums._fields) :])  # type: ignore[arg-type]
-        gradients = values[: len(parameters)] if self.deterministic else take_gradients(parameters)
-        store_gradients(parameters, gradients, sums.tokens)
+            tree.push([*take_gradients(parameters), *sums])
+        values, count = tree.total(), len(parameters)
+        sums = LossSums(*values[count:])  # type: ignore[arg-type]
+        store_gradients(parameters, values[:count], sums.tokens)
         return mean_totals(sums)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

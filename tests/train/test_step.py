@@ -147,6 +147,26 @@ def test_microbatches_of_a_dense_model_agree_closely():
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (5, 5), (6, 2)])
+def test_gradients_are_those_of_the_mean_loss(sizes):
+    """Backward divides by the tokens of all microbatches; the loss that is reported is not scaled twice."""
+    model, oracle = build_tiny("Qwen3ForCausalLM"), build_tiny("Qwen3ForCausalLM").double()
+    batches = make_batches(*sizes)
+    totals = OneRank().run_microbatches(LossModule(model), batches)
+    sums = [
+        LossModule(oracle)(one.tokens_BT, one.labels_BT, one.positions_BT, one.documents_BT)
+        for one in batches
+    ]
+    tokens = sum(one.tokens for one in sums)
+    (sum(one.total for one in sums) / tokens).backward()
+    assert totals.tokens == tokens
+    torch.testing.assert_close(
+        totals.loss.double(), sum(one.loss for one in sums) / tokens, rtol=1e-5, atol=0
+    )
+    for found, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-3, atol=1e-6)
+
+
 def test_deterministic_gradients_are_those_of_the_tree():
     model = build_tiny("Dots1ForCausalLM")
     freeze_selection_biases(model)

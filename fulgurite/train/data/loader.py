@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.train.batch import Batch
+from fulgurite.train.batch import Batch, find_offsets
 from fulgurite.train.data.order import sample_index
 from fulgurite.train.data.packing import Dataset, Ints, Sample
 
@@ -111,15 +111,17 @@ class Loader:
 
 
 def collate(samples: Sequence[Sample], first_sample: int = 0, pin: bool = False) -> Batch:
-    """Rows of one length as a batch."""
+    """Rows of one length as a batch; `pin`: for a GPU."""
     documents = [sample.documents for sample in samples if sample.documents is not None]
     assert len(documents) in (0, len(samples)), "some rows have documents and some have none"
+    documents_BT = _stack(documents, pin) if documents else None
     return Batch(
         _stack([sample.tokens for sample in samples], pin),
         _stack([sample.labels for sample in samples], pin),
         _stack([sample.positions for sample in samples], pin),
-        _stack(documents, pin) if documents else None,
+        documents_BT,
         first_sample,
+        find_offsets(documents_BT).pin_memory() if pin and documents_BT is not None else None,
     )
 
 

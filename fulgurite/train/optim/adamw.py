@@ -163,18 +163,18 @@ class AdamW(Optimizer):
 
     def _collect(self, group: dict[str, Any]) -> list[Slot]:
         """Slots of parameters with a gradient, their steps counted; empty shards too."""
-        slots = []
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise ArgumentError(
-                    f"the gradient of {self.names[id(parameter)]} is sparse",
-                    next="build the embedding with sparse=False",
-                )
-            state = self.state[parameter]
-            state["step"] += 1
-            slot = Slot(
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        sparse = [parameter for parameter in parameters if parameter.grad.is_sparse]
+        if sparse:
+            raise ArgumentError(
+                f"the gradient of {self.names[id(sparse[0])]} is sparse",
+                next="build the embedding with sparse=False",
+            )
+        states = [self.state[parameter] for parameter in parameters]
+        if states:
+            torch._foreach_add_([state["step"] for state in states], 1)
+        return [
+            Slot(
                 self.names[id(parameter)],
                 parameter,
                 read_local(parameter.detach()),
@@ -182,8 +182,8 @@ class AdamW(Optimizer):
                 state,
                 int(state["step"]),
             )
-            slots.append(slot)
-        return slots
+            for parameter, state in zip(parameters, states, strict=True)
+        ]
 
     def needs_empty(self, slot: Slot) -> bool:
         """Whether a rank without elements of the parameter takes part in its update."""

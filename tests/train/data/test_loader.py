@@ -8,7 +8,7 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.train.batch import IGNORED, Batch
-from fulgurite.train.data.loader import Loader
+from fulgurite.train.data.loader import Loader, collate
 from fulgurite.train.data.packing import Sample
 
 
@@ -99,6 +99,19 @@ def test_a_batch_has_what_the_samples_have():
     assert first.documents_BT is not None and not first.documents_BT.any()
     assert (first.first_sample, second.first_sample) == (4, 6)
     assert int(first.num_tokens) == 6 and IGNORED not in first.labels_BT
+
+
+def test_batches_for_a_gpu_bring_where_documents_begin(monkeypatch: pytest.MonkeyPatch):
+    """The threads of the loader find them: that takes the training thread milliseconds."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a GPU
+    with_documents = [
+        Sample(*(np.arange(8),) * 3, np.array([0, 0, 1, 1, 1, 2, -1, -1])) for _ in range(2)
+    ]
+    batch = collate(with_documents, pin=True)
+    assert batch.offsets_S is not None
+    assert batch.offsets_S.tolist()[:8] == [0, 2, 5, 6, 8, 10, 13, 14]
+    assert batch.to("cpu").offsets_S is None, "only flash attention on a GPU reads it"
+    assert collate(with_documents).offsets_S is None
 
 
 def test_rows_of_one_document_have_no_documents():

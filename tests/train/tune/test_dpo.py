@@ -150,6 +150,7 @@ def test_training_prefers_the_chosen_answers(tmp_path) -> None:
         assert int(totals.tokens) == len(dataset)  # the mean is over pairs
         losses.append(float(totals.loss))
         optimizer.step()
+        optimizer.zero_grad()
     assert losses[0] == pytest.approx(math.log(2), rel=1e-4) and losses[-1] < 0.1
     for name, value in before.items():
         assert torch.equal(model.get_parameter(name), value), name

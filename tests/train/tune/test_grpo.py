@@ -271,6 +271,7 @@ def pretrain_copying(folder: Path) -> CausalLM:
     for _ in range(80):
         totals = OneRank().run_microbatches(loss, [batch])
         optimizer.step()
+        optimizer.zero_grad()
     assert float(totals.loss) < 1.2
     return model
 
