@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "fulgurite"
 
 # Packages and modules of the root. Entries of one set don't import each other.
 ORDER: list[set[str]] = [
-    {"version", "errors", "determinism", "files", "lazy", "units", "option_values"},
+    {"version", "errors", "determinism", "files", "lazy", "lifeline", "units", "option_values"},
     {"config", "timing", "op"},
     {"logs"},
     {"cache"},

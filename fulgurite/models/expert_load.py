@@ -5,8 +5,8 @@ out.
         model(token_ids, positions)
     rebalance_experts(load_LE, ranks=8)
 
-An engine counts with an `ExpertLoadCounter` for as long as it runs, and saves the sum over all ranks
-as a file for `fulgurite plan --expert-load`:
+An engine counts with an `ExpertLoadCounter` for as long as it runs, and saves the sum over all ranks,
+which may be pipeline stages, as a file for `fulgurite plan --expert-load`:
 
     counter = ExpertLoadCounter(model)
     counter.begin_step(tokens, rows)       rows beyond the tokens are padding of a captured step
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.moe import Router
+from fulgurite.models.pipeline_stage import OtherStageRouter
 from fulgurite.parallel.collectives import all_reduce, shard_range
 from fulgurite.parallel.mesh import Axis
 
@@ -53,10 +54,11 @@ class ExpertLoadCounter:
     """Counts the tokens of each expert in `load_LE` until it is closed; rows in layer order."""
 
     def __init__(self, model: nn.Module) -> None:
-        routers = [module for module in model.modules() if isinstance(module, Router)]
+        routers = [m for m in model.modules() if isinstance(m, Router | OtherStageRouter)]
         if not routers:
             raise ArgumentError("this model has no experts, so there is no expert load to record")
-        device, experts = routers[0].weight.device, len(routers[0].weight)
+        device, first = next(model.parameters()).device, routers[0]
+        experts = len(first.weight) if isinstance(first, Router) else first.num_experts
         # One more column for indices that are no experts.
         self.counts_LE = torch.zeros(len(routers), experts + 1, dtype=torch.int64, device=device)
         self.num_tokens = torch.full((), torch.iinfo(torch.int64).max, device=device)
@@ -65,6 +67,7 @@ class ExpertLoadCounter:
         self.handles = [
             router.register_forward_hook(self._make_hook(row_E))
             for router, row_E in zip(routers, self.counts_LE, strict=True)
+            if isinstance(router, Router)
         ]
 
     @property
@@ -73,7 +76,13 @@ class ExpertLoadCounter:
         return self.counts_LE[:, :-1]
 
     def begin_step(self, num_tokens: int, num_rows: int) -> None:
-        """Count only the first `num_tokens` of `num_rows` from now on; the others are padding."""
+        """Count only the first `num_tokens` of `num_rows` from now on; the others are padding.
+
+        All rows are counted where there is no padding: a step may run as several micro-batches.
+        """
+        if num_tokens == num_rows:
+            self.num_tokens.fill_(torch.iinfo(torch.int64).max)
+            return
         for axis in self.token_axes:
             start, stop = shard_range(num_rows, axis.index, axis.size)
             num_tokens, num_rows = max(0, min(num_tokens, stop) - start), stop - start

@@ -5,7 +5,8 @@
 
 Parameters keep their names, and layers their numbers. A layer of another stage becomes an
 `OtherStageLayer`, which passes hidden states on. It keeps the attention or state spec, so that every
-stage has the same KV-cache groups and thus the same block tables (`is_local=False`: no memory).
+stage has the same KV-cache groups and thus the same block tables (`is_local=False`: no memory). It
+keeps a place for its router, so that expert loads of all stages have the same rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.layers import CausalLM
+from fulgurite.models.moe import Router
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.collectives import shard_range
 from fulgurite.parallel.layers import TokenSharding
@@ -53,6 +55,14 @@ class OtherStageAttention(nn.Module):
         self.spec = replace(spec, is_local=False)
 
 
+class OtherStageRouter(nn.Module):
+    """The router of a layer that another stage has."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+
 class OtherStageLayer(nn.Module):
     """A layer that another stage has."""
 
@@ -60,6 +70,11 @@ class OtherStageLayer(nn.Module):
         super().__init__()
         attention: Any = layer.attention
         self.attention = OtherStageAttention(attention.spec)
+        self.routers = nn.ModuleList(
+            OtherStageRouter(len(module.weight))
+            for module in layer.modules()
+            if isinstance(module, Router)
+        )
 
     def forward(self, x_XD: Tensor, *rest: Any) -> Tensor:
         return x_XD

@@ -56,16 +56,24 @@ class ContextParallel:
         columns = packed_TD.split([x.shape[1] * x.shape[2] for x in inputs], dim=-1)
         return [c.unflatten(-1, x.shape[1:]) for c, x in zip(columns, inputs, strict=True)]
 
+    def all_ranges(self, tokens: int) -> list[tuple[int, int]]:
+        """Which tokens of a step each rank has."""
+        return [shard_range(tokens, rank, self.count) for rank in range(self.count)]
+
     def gather_rows(self, x_LD: Tensor, rows: Sequence[int], tokens: int) -> Tensor:
         """These rows of all T tokens, in ascending order, on every rank, [R, D]."""
-        bounds = [shard_range(tokens, rank, self.count) for rank in range(self.count)]
+        bounds = self.all_ranges(tokens)
         counts = [sum(start <= row < stop for row in rows) for start, stop in bounds]
         start, stop = bounds[self.index]
         local = torch.tensor([row - start for row in rows if start <= row < stop], dtype=torch.long)
+        return self.gather_counted(x_LD[local.to(x_LD.device)], counts, "sampled tokens' states")
+
+    def gather_counted(self, x_LD: Tensor, counts: Sequence[int], label: str) -> Tensor:
+        """The rows of all ranks, `counts` of each, in the order of the ranks."""
         width = max(counts)
         padded_RD = x_LD.new_zeros(width, *x_LD.shape[1:])
-        padded_RD[: len(local)] = x_LD[local.to(x_LD.device)]
-        all_RD = all_gather(padded_RD, self.axis, "all-gather of sampled tokens' states")
+        padded_RD[: len(x_LD)] = x_LD
+        all_RD = all_gather(padded_RD, self.axis, f"all-gather of {label}")
         kept = [rank * width + n for rank, count in enumerate(counts) for n in range(count)]
         return all_RD[torch.tensor(kept, dtype=torch.long, device=x_LD.device)]
 

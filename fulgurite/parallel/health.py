@@ -24,12 +24,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from signal import Signals
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -56,6 +55,7 @@ SLOW_SECONDS = 0.002
 SLOW_STEPS = 100
 COMPARE_INTERVAL = 5.0  # seconds between comparisons
 
+Value = TypeVar("Value")
 StartCollective = Callable[[], Any]  # starts a collective and returns its work handle
 
 
@@ -236,17 +236,15 @@ class HealthMonitor:
         """
         self.run_collective(label, _StoreBarrier(self).start, on_host=True)
 
-    @contextmanager
-    def explain_failure(self, label: str) -> Iterator[None]:
-        """Calls of torch.distributed that are no collectives: the same errors."""
-        self.step += 1
-        self.collective, self.is_waiting = label, True
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.explain(label, error) from error
-        self.is_waiting = False
-        self.released = time.perf_counter()
+    def run_blocking(self, label: str, call: Callable[[], Value]) -> Value:
+        """The result of a call that waits for other ranks and returns no work handle, such as
+        `dist.new_group`; the same errors, soon after a rank was lost.
+
+        It runs in a thread of its own. One that is given up ends with the timeout of the call.
+        """
+        pending = _PendingCall(call)
+        self.run_collective(label, pending.start, on_host=True)
+        return pending.results[0]
 
     def _wait(self, work: Any) -> None:
         """Wait in slices, so that a failure of another rank ends the wait before the timeout."""
@@ -480,6 +478,37 @@ class HealthMonitor:
         for one in times:
             if one.is_slow and one.rank not in known:
                 LOG.warning("%s", one, extra={"fields": {"event": "slow rank", "rank": one.rank}})
+
+
+class _PendingCall(Generic[Value]):
+    """A call in a thread, with the interface of a collective."""
+
+    def __init__(self, call: Callable[[], Value]) -> None:
+        self.call = call
+        self.results: list[Value] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="fulgurite-call", daemon=True)
+
+    def start(self) -> _PendingCall[Value]:
+        self.thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.results.append(self.call())
+        except BaseException as error:  # raised by `wait`
+            self.error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        self.thread.join(timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        if self.thread.is_alive():
+            raise RuntimeError("other ranks have not come")
+
+    def is_completed(self) -> bool:
+        """Whether waiting again is pointless."""
+        return self.error is not None
 
 
 class _StoreBarrier:

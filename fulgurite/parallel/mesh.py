@@ -26,15 +26,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.option_values import DEFAULT_TIMEOUT
 from fulgurite.parallel.device_collectives import DeviceCollectives
 from fulgurite.parallel.emulation import EmulatedNetwork, network_from_environment
@@ -104,6 +107,14 @@ class MeshShape:
                 f"tensor={_format_choices(counts)} and leave data to what remains",
             )
         return shape
+
+    def count_rank_tokens(self, tokens: int, micro_batches: int = 1) -> int:
+        """The most tokens that a rank has of a step of a replica, or of one of its micro-batches.
+
+        The context axis shards them, and so does the tensor axis with sequence parallelism.
+        """
+        tokens = cdiv(cdiv(tokens, micro_batches), self.context)
+        return cdiv(tokens, self.tensor) if self.tensor > 1 and self.expert > 1 else tokens
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along an axis, in order.
@@ -233,14 +244,15 @@ class Mesh:
         if not is_initialized:
             own = dist.PrefixStore(f"fulgurite-{number}", store)
             self._owns_process_group = True
-            with self.health.explain_failure("start of the process group"):
-                dist.init_process_group(
-                    backend or _default_backend(),
-                    store=own,
-                    rank=self.rank,
-                    world_size=self.shape.world_size,
-                    timeout=wait,
-                )
+            start = partial(
+                dist.init_process_group,
+                backend or _default_backend(),
+                store=own,
+                rank=self.rank,
+                world_size=self.shape.world_size,
+                timeout=wait,
+            )
+            self.health.run_blocking("start of the process group", start)
         self.nodes = self.nodes or read_nodes(self.health.store, self.shape.world_size)
 
     def _axis(self, name: str) -> Axis:
@@ -250,8 +262,7 @@ class Mesh:
             group = None
             if len(ranks) > 1:
                 assert self.health is not None, "several ranks have a health monitor"
-                with self.health.explain_failure(f"start of the {name} axis"):
-                    group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+                group = make_group(ranks, self.health, f"{name} axis")
             if self.rank in ranks:
                 nodes = tuple(self.nodes[rank] for rank in ranks) if self.nodes else ()
                 own = Axis(
@@ -303,6 +314,17 @@ class Mesh:
     def __repr__(self) -> str:
         indices = ", ".join(f"{name} {getattr(self, name).index}" for name in AXES)
         return f"<Mesh {self.shape}; rank {self.rank}: {indices}>"
+
+
+def make_group(
+    ranks: Sequence[int], health: HealthMonitor, name: str, *, only_members: bool = False
+) -> dist.ProcessGroup:
+    """A process group; a call of all ranks, or of its members only. RankError if one of them is lost."""
+    timeout = timedelta(seconds=health.timeout)
+    make = partial(
+        dist.new_group, list(ranks), timeout=timeout, use_local_synchronization=only_members
+    )
+    return health.run_blocking(f"start of the {name}", make)
 
 
 def reset_mesh_count(host: str, port: int) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.mesh import Mesh
+from fulgurite.parallel.mesh import Mesh, make_group
 
 
 @dataclass(frozen=True)
@@ -104,18 +103,17 @@ class Pipeline:
         self.previous_rank = ranks[index - 1]
         self.previous: dist.ProcessGroup | None = None
         self.next: dist.ProcessGroup | None = None
-        timeout = timedelta(seconds=mesh.timeout)
+        assert self.axis.health is not None, "several ranks have a health monitor"
         # All ranks create all groups, in one order: torch.distributed requires it.
         for group in mesh.shape.groups("pipeline"):
             for stage in range(count):
                 pair = [group[stage], group[(stage + 1) % count]]
-                link = dist.new_group(pair, timeout=timeout)
+                link = make_group(pair, self.axis.health, "link of two stages")
                 if mesh.rank == pair[0]:
                     self.next = link
                 if mesh.rank == pair[1]:
                     self.previous = link
-        if self.axis.health is not None:
-            self.axis.health.counts_match = False
+        self.axis.health.counts_match = False
         self.replicas_share_experts = mesh.expert.size > mesh.context.size * mesh.tensor.size
         self.pending: list[tuple[Tensor, Any]] = []  # what is being sent, and its work handle
 

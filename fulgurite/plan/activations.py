@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.linear_attention.metadata import DeltaRuleInputs
 from fulgurite.kernels.linear_attention.ops import gated_delta_rule_meta
 from fulgurite.kernels.mla.ops import mla_attention_meta
@@ -41,7 +42,7 @@ def activation_bytes(model: CausalLM, tokens: int, rows: int, context_parallel: 
     """
     assert model.device.type == "meta", "activation_bytes runs a step on the meta device"
     model = _deduplicate_layers(model)
-    local = -(-tokens // context_parallel)
+    local = cdiv(tokens, context_parallel)
     return max(
         _measure_step(model, size, min(rows, tokens), _NullCache(context_parallel))
         for size in (local, *_critical_steps(model, local))
@@ -58,7 +59,9 @@ def _measure_step(model: CausalLM, tokens: int, rows: int, cache: _NullCache) ->
             selected = hidden[torch.zeros(rows, dtype=torch.long)]
         else:
             hidden = _run_stage(model, ids, positions, cache)
-            selected = hidden.new_empty(rows, hidden.shape[1])  # from the last stage
+            # From the last stage: those of sampled tokens, and of tokens of prompts.
+            received = hidden.new_empty(rows + tokens, hidden.shape[1])
+            selected = received[:rows]
         if model.stage is None or model.stage.is_first:
             logits = model.compute_logits(selected).float()
             del hidden
@@ -79,16 +82,18 @@ def _set_step_tokens(model: CausalLM, tokens: int) -> None:
     for module in model.modules():
         dispatcher = getattr(module, "dispatcher", None)
         if dispatcher is not None and is_sized(dispatcher):
-            dispatcher.set_step_tokens(-(-tokens // ranks))
+            dispatcher.set_step_tokens(cdiv(tokens, ranks))
 
 
 def _critical_steps(model: CausalLM, tokens: int) -> list[int]:
     """Smaller steps that may need more memory than one of `tokens` tokens."""
     steps, ranks = set(), _count_token_ranks(model)
+    local = cdiv(tokens, ranks)
     for module in model.modules():
         find = getattr(getattr(module, "dispatcher", None), "critical_tokens", None)
         if find is not None:
-            steps |= set(find(-(-tokens // ranks)))
+            for parts in {1, getattr(module, "micro_batches", 1)}:  # each is padded by itself
+                steps |= {parts * count for count in find(cdiv(local, parts))}
     return [ranks * count for count in sorted(steps)]
 
 

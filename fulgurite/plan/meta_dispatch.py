@@ -64,7 +64,7 @@ def plan_dispatch(
         config.hidden_size,
         config.moe.top_k,
         dtype,
-        max_tokens=-(-limits.max_batched_tokens // shape.tensor),  # tokens are sharded
+        max_tokens=shape.count_rank_tokens(limits.max_batched_tokens),
         experts_per_rank=-(-slots // shape.expert),
     )
 

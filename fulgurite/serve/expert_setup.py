@@ -4,8 +4,7 @@
     plan_load(checkpoint, load_options, mesh, placement=setup.placement)
     counter = setup.finish(model, max_tokens)      once memory is planned: it allocates the buffers
 
-A step has at most `max_tokens` tokens a replica. With sequence parallelism each tensor rank has its share
-of them.
+A step has at most `max_tokens` tokens a replica; context and sequence parallelism share them among ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 import torch
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.integer_math import cdiv
 from fulgurite.logs import LOG
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path, save_expert_load
@@ -43,7 +41,7 @@ class ExpertSetupOptions:
     record_load: str | Path | None = None
     record_load_interval: float | None = None
 
-    def check(self, is_moe: bool, has_expert_axis: bool, has_stages: bool) -> None:
+    def check(self, is_moe: bool, has_expert_axis: bool) -> None:
         """Raise before anything is loaded."""
         is_given = self.experts != ExpertOptions() or self.placement is not None
         check_expert_axis(is_given, has_expert_axis)
@@ -58,11 +56,6 @@ class ExpertSetupOptions:
                 f"record_load_interval={self.record_load_interval} with "
                 f"record_load={self.record_load}",
                 next="a number of seconds above 0, and the file that is saved so often",
-            )
-        if has_stages and (self.placement or self.record_load):
-            raise ArgumentError(
-                "placement and record_load are for models without pipeline stages",
-                next="use pipeline=1",
             )
 
 
@@ -100,8 +93,7 @@ class ExpertSetup:
             return
         if isinstance(layers[0].dispatcher, DeterministicDispatcher):
             return
-        if is_sequence_parallel(self.mesh):
-            max_tokens = cdiv(max_tokens, self.mesh.tensor.size)
+        max_tokens = self.mesh.shape.count_rank_tokens(max_tokens)
         moe, options = model.config.moe, self.options.experts
         assert moe is not None, "a model with experts"
         axis = self.mesh.expert
@@ -128,9 +120,8 @@ def prepare_experts(
     options: ExpertSetupOptions, mesh: Mesh | None, config: ModelConfig, device: torch.device
 ) -> ExpertSetup:
     """Check the options, choose the transport and read the placement, before anything is loaded."""
-    has_stages = mesh is not None and mesh.pipeline.size > 1
     has_axis = mesh is not None and mesh.expert.size > 1
-    options.check(config.moe is not None, has_axis, has_stages)
+    options.check(config.moe is not None, has_axis)
     if mesh is None or not has_axis:
         return ExpertSetup(options, mesh)
     choice = choose_transport(options.experts, mesh.expert, device)

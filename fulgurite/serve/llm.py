@@ -162,7 +162,8 @@ class LLM:
         mesh: Any = PlannedMesh(shape, nodes=nodes)
         self._plan_rank(checkpoint, mesh)
         arguments = pickle.dumps((self.path, self.config))
-        return WorkerProcesses(shape.world_size, "fulgurite.serve.worker_main", arguments)
+        module, timeout = "fulgurite.serve.worker_main", self.config.timeout
+        return WorkerProcesses(shape.world_size, module, arguments, timeout)
 
     def _check_ranks(self) -> None:
         """RankError if a worker process has ended."""

@@ -12,13 +12,12 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -26,7 +25,8 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, FulguriteError
-from fulgurite.parallel.processes.launch import PRELOADED_MODULES, rank_environment
+from fulgurite.lifeline import Lifeline
+from fulgurite.parallel.processes.launch import PRELOADED_MODULES, find_pid, rank_environment
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.heartbeat import Beat, beat_path, error_path, read_beat
 
@@ -75,11 +75,15 @@ class RankGroup:
         context.set_forkserver_preload([*PRELOADED_MODULES, run.__module__])
         threads = choose_threads(config, count)
         self.processes: list[BaseProcess] = []
+        self.lifelines: list[Lifeline] = []
         for rank in range(count):
             environment = dict(os.environ) | rank_environment(rank, count, self.store.port)
-            arguments = (run, config, environment, threads, error_path(self.folder, rank))
+            errors, lifeline = error_path(self.folder, rank), Lifeline()
+            arguments = (lifeline.child_end, run, config, environment, threads, errors)
             self.processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
             self.processes[-1].start()
+            lifeline.attach(find_pid(self.processes[-1]))
+            self.lifelines.append(lifeline)
 
     def _remove_old_signs(self) -> None:
         for rank in range(self.count):
@@ -145,11 +149,15 @@ def choose_threads(config: TrainConfig, ranks: int) -> int:
 
 
 def _run_rank(
-    run: RunFunction, config: TrainConfig, environment: dict[str, str], threads: int, errors: Path
+    lifeline: Connection,
+    run: RunFunction,
+    config: TrainConfig,
+    environment: dict[str, str],
+    threads: int,
+    errors: Path,
 ) -> None:
     """The process of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles ctrl-C, and sends SIGTERM
-    threading.Thread(target=_exit_with_parent, name="fulgurite-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
@@ -168,10 +176,3 @@ def _leave_error(path: Path, line: str) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(f"{line}\n{traceback.format_exc()}")
     unfinished.rename(path)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank has a parent process"
-    parent.join()
-    os._exit(1)

@@ -63,6 +63,27 @@ def generate_results(
     return results, replicas, len(llm.engine.requests)
 
 
+def generate_prompt_logprobs(
+    folder: Path,
+    axes: dict[str, int],
+    prompts: Tokens,
+    params: list[SamplingParams],
+    options: dict[str, Any],
+) -> tuple[list[Any], dict[str, int]]:
+    """Rank 0: tokens and log-probabilities of every prompt. All: what the engine still holds."""
+    results: list[Any] = []
+    with LLM(folder, **axes, **{"timeout": 60.0} | PLAIN | options) as llm:
+        runner = llm.engine.runner.stage_runner
+        if runner is not None:
+            runner.min_tokens = 1  # several micro-batches a step
+        if llm.is_driver:
+            results = [
+                (one.token_ids, one.prompt_logprobs) for one in llm.generate(prompts, params)
+            ]
+    held = llm.engine.audit() if llm.is_driver else {"requests": len(llm.engine.requests)}
+    return results, held
+
+
 def generate_to_the_bit(
     folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], dtype: torch.dtype
 ) -> list[Any]:
@@ -157,7 +178,7 @@ def use_graphs(
         return call(self, chunks, *rest)
 
     get_step = runner._get_captured_step
-    runner._get_captured_step = lambda n, variant: get_step(1 << (n - 1).bit_length(), variant)  # type: ignore[method-assign]
+    runner._get_captured_step = lambda n, variant: get_step(runner.captured_size(n), variant)  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured_step, "capture_graph", capture_graph)
         patch.setattr(CapturedDecodeStep, "_capture_cuda_graph", record_capture)

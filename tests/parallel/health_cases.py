@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fulgurite.errors import RankError
 from fulgurite.parallel import Mesh, health
@@ -34,6 +37,29 @@ def lose_rank(victim: int, how: str) -> tuple[str, float]:
         except RankError as error:
             return str(error), time.monotonic() - start
     return "no error", 0.0
+
+
+def lose_rank_at_start(call: str, number: int) -> None:
+    """Rank 1 is killed in a call of torch.distributed. Rank 0 raises what it knew, and makes new groups."""
+    if os.environ["RANK"] == "1":
+        real, calls = getattr(dist, call), itertools.count(1)
+
+        def die(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        setattr(dist, call, die)
+    start = time.monotonic()
+    try:
+        Mesh(tensor=2, timeout=60)
+    except RankError as error:
+        seconds, text = time.monotonic() - start, error.what
+        # While the call that was given up still waits in its thread.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+        dist.destroy_process_group()
+        raise ValueError(f"soon: {seconds < 20}; {text}") from None
 
 
 def work_for_long(seconds: float) -> str:

@@ -371,6 +371,22 @@ def test_worker_process_that_does_not_start(capfd):
 
 
 @pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "it is stopped"),
+        ("import time; time.sleep(600)", "it waits"),
+    ],
+)
+def test_worker_process_that_gets_stuck_while_it_starts(tmp_path, monkeypatch, code, message):
+    """It is named after the timeout, and not when a start on a busy machine would be too long."""
+    (tmp_path / "stuck_worker.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError, match=f"rank 1 did not start: {message}, and has not reported"):
+        WorkerProcesses(2, "stuck_worker", b"", timeout=1.5)
+    assert is_single_process()
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("llama", {"tensor": 2, "expert": 3}, "expert 3 must divide data 1 x tensor 2"),

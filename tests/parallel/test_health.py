@@ -118,6 +118,16 @@ def test_killed_rank_is_named_within_seconds():
     assert time.monotonic() - start < 20  # processes, imports, and a second
 
 
+@pytest.mark.parametrize(
+    ("call", "number"), [("init_process_group", 1), ("new_group", 1), ("new_group", 2)]
+)
+def test_rank_that_is_killed_while_groups_are_made(call: str, number: int):
+    """torch.distributed waits for it until the timeout."""
+    with RankPool(2, failure_grace=40) as pool, pytest.raises(RankError) as caught:
+        pool.run(cases.lose_rank_at_start, call, number)
+    assert "ValueError: soon: True; rank 1 is gone: 'start of the" in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_lost_rank_in_a_collective(how):
     text, seconds = ask_rank_0(cases.lose_rank, 1, how, ends=how == "SIGKILL")

@@ -28,6 +28,14 @@ def test_axes_of_a_shape():
         assert sorted(r for group in shape.groups(axis) for r in group) == list(range(6))
 
 
+def test_tokens_of_a_rank():
+    """Of a step of 33 tokens a replica: shared over the context axis, and with experts over both."""
+    assert MeshShape(data=2, expert=2).count_rank_tokens(33) == 33
+    assert MeshShape(context=4, tensor=2).count_rank_tokens(33) == 9
+    assert MeshShape(context=4, tensor=2, expert=2).count_rank_tokens(33) == 5
+    assert MeshShape(context=2, expert=2, pipeline=3).count_rank_tokens(33, micro_batches=3) == 6
+
+
 @pytest.mark.parametrize(
     "world, data, tensor, expert, message",
     [

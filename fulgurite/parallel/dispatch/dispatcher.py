@@ -14,6 +14,8 @@ received rows to experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.parallel.mesh import Axis
 
 SAME_DTYPE = "same"  # wire format: the dtype of the tokens
@@ -114,6 +117,20 @@ def can_pad(step_tokens: int | None, num_ranks: int, capacity: int | None) -> bo
         return False
     limit = MAX_PADDED_ROWS if capacity is None else min(MAX_PADDED_ROWS, capacity)
     return num_ranks * step_tokens <= limit
+
+
+@contextmanager
+def divide_step(dispatcher: TokenDispatcher, count: int) -> Iterator[None]:
+    """The step is dispatched in so many equal parts: none is padded to the size of the whole."""
+    if count == 1 or not is_sized(dispatcher) or dispatcher.step_tokens is None:
+        yield
+        return
+    whole = dispatcher.step_tokens
+    dispatcher.set_step_tokens(cdiv(whole, count))
+    try:
+        yield
+    finally:
+        dispatcher.set_step_tokens(whole)
 
 
 def is_sized(dispatcher: TokenDispatcher) -> TypeGuard[SizedDispatcher]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.mesh import Axis, make_group
 from fulgurite.parallel.topology import NodeLayout, layout_nodes
 
 
@@ -55,7 +53,7 @@ def _make_axis(axis: Axis, name: str, indices: tuple[int, ...], index: int) -> A
     ranks = tuple(axis.ranks[i] for i in indices)
     group = None
     if len(ranks) > 1 and axis.group is not None:
-        timeout = None if axis.health is None else timedelta(seconds=axis.health.timeout)
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert axis.health is not None, "several ranks have a health monitor"
+        group = make_group(ranks, axis.health, name, only_members=True)
     nodes = tuple(axis.nodes[i] for i in indices)
     return Axis(name, ranks, index, group, axis.health, nodes, axis.network)

@@ -35,7 +35,12 @@ from fulgurite.kernels.dispatch.buffers import EXPERT_CHUNK_ROWS
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.moe.router_config import Routes
-from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens, TokenDispatcher, can_overlap
+from fulgurite.parallel.dispatch.dispatcher import (
+    DispatchedTokens,
+    TokenDispatcher,
+    can_overlap,
+    divide_step,
+)
 from fulgurite.parallel.experts.placement import Placement, ReplicaTable, contiguous_placement
 from fulgurite.parallel.mesh import Axis
 
@@ -77,10 +82,11 @@ class ExpertParallel(nn.Module):
             slots_Tk = self.replica_table.remap(self.layer, slots_Tk, self.dispatcher.axis.index)
         count = self._num_micro_batches()
         halves = (part.tensor_split(count) for part in (x_TD, slots_Tk, routes.weights_Tk))
-        return [
-            self.dispatcher.start_dispatch(x, slots, self.num_slots, weights)
-            for x, slots, weights in zip(*halves, strict=True)
-        ]
+        with divide_step(self.dispatcher, count):
+            return [
+                self.dispatcher.start_dispatch(x, slots, self.num_slots, weights)
+                for x, slots, weights in zip(*halves, strict=True)
+            ]
 
     def finish(self, pending: list[Any]) -> Tensor:
         """Run this rank's experts on the received rows and combine the results of all ranks."""

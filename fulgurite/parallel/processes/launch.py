@@ -8,7 +8,7 @@
 
 A function is pickled by name, so it must be importable; arguments and results are pickled. If one rank
 fails, the others get `failure_grace` seconds to fail on their own, since their errors help. Then all are
-killed, and the error has the message of each. Rank processes exit with their parent.
+killed, and the error has the message of each. Rank processes end with their parent (lifeline.py).
 
 Processes come from a fork server that has imported torch once, so starting a rank costs no import. The
 parent hosts the store, so the store outlives every rank.
@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.lifeline import Lifeline
 from fulgurite.parallel.health import describe_exit, publish_exits
 
 PRELOADED_MODULES = ["torch", "torch.distributed", "fulgurite.parallel.processes.launch"]
@@ -72,14 +72,20 @@ class RankPool:
         context.set_forkserver_preload(PRELOADED_MODULES)
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
+        self.lifelines: list[Lifeline] = []
         for rank in range(count):
+            lifeline = Lifeline()
             parent_end, child_end = context.Pipe()
             environment = dict(os.environ) | rank_environment(rank, count, self.store.port)
             process = context.Process(
-                target=_run_rank, args=(child_end, environment, threads), daemon=True
+                target=_run_rank,
+                args=(lifeline.child_end, child_end, environment, threads),
+                daemon=True,
             )
             process.start()
+            lifeline.attach(find_pid(process))
             child_end.close()
+            self.lifelines.append(lifeline)
             self.processes.append(process)
             self.pipes.append(parent_end)
 
@@ -146,7 +152,9 @@ class RankPool:
             process.join()
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes = [], []
+        for lifeline in self.lifelines:
+            lifeline.close()
+        self.processes, self.pipes, self.lifelines = [], [], []
 
     def close(self) -> None:
         """Wait for every process to exit; kill it after five seconds."""
@@ -195,18 +203,16 @@ def _pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> by
         ) from error
 
 
-def _exit_with_parent() -> None:
-    """Exit when the parent exits, also in the middle of a function."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank has a parent process"
-    parent.join()
-    os._exit(1)
+def find_pid(process: BaseProcess) -> int:
+    assert process.pid is not None, "the process has started"
+    return process.pid
 
 
-def _run_rank(pipe: Connection, environment: dict[str, str], threads: int) -> None:
+def _run_rank(
+    lifeline: Connection, pipe: Connection, environment: dict[str, str], threads: int
+) -> None:
     """The loop of a rank's process: functions in, results out, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
-    threading.Thread(target=_exit_with_parent, name="fulgurite-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)

@@ -9,8 +9,7 @@ Each process runs `python -m module` on this machine. It reads its arguments, by
 (`read_arguments`) and its rank from the environment. Rank 0 hosts the store.
 
 A thread a process waits for its exit, and publishes it in the store: the `HealthMonitor`s of all ranks
-name that rank at once. In the other direction, stdin is closed when rank 0 ends, however it ends, and
-workers exit then.
+name that rank at once. Workers end with rank 0's process, however it ends (lifeline.py).
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from fulgurite.errors import RankError
+from fulgurite.lifeline import BoundProcess
 from fulgurite.parallel.health import STORE_TIMEOUT, describe_exit, publish_exits
 from fulgurite.parallel.mesh import reset_mesh_count
 from fulgurite.parallel.processes.launch import rank_environment
 
-START_TIMEOUT = 120.0  # seconds; importing torch takes long on a busy machine
+START_TIMEOUT = 120.0  # seconds at least; importing torch takes long on a busy machine
 EXIT_TIMEOUT = 10.0  # seconds
 STORE_PREFIX = "fulgurite-workers"
 LENGTH = struct.Struct("<Q")  # of the arguments, before them
@@ -44,10 +45,13 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 class WorkerProcesses:
     """The processes of ranks 1 to `world_size` - 1, until `close`.
 
-    `exits` has how processes have ended that were not told to, by rank.
+    `exits` has how processes have ended that were not told to, by rank. `timeout`: seconds after which a
+    process that starts and uses no CPU time is given up.
     """
 
-    def __init__(self, world_size: int, module: str, arguments: bytes) -> None:
+    def __init__(
+        self, world_size: int, module: str, arguments: bytes, timeout: float = START_TIMEOUT
+    ) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store: TCPStore | None = store
         publish_exits(store, {})
@@ -77,7 +81,7 @@ class WorkerProcesses:
         for watcher in self.watchers:
             watcher.start()
         try:
-            self._wait_until_started(PrefixStore(STORE_PREFIX, store))
+            self._wait_until_started(PrefixStore(STORE_PREFIX, store), timeout)
         except BaseException:  # ctrl-C as well: no process stays
             self.kill()
             self.store = None
@@ -97,19 +101,17 @@ class WorkerProcesses:
             self.exits[rank] = text
             publish_exits(store, self.exits)
 
-    def _wait_until_started(self, store: Store) -> None:
-        """Wait until every process has started."""
-        ranks = range(1, len(self.processes) + 1)
-        deadline = time.monotonic() + START_TIMEOUT
-        while not store.check([str(rank) for rank in ranks]):
-            exits = [(r, p.poll()) for r, p in zip(ranks, self.processes, strict=True)]
-            late = {rank: f"it {describe_exit(code)}" for rank, code in exits if code is not None}
-            if not late and time.monotonic() > deadline:
-                why = f"its process runs, and has not reported in {START_TIMEOUT:g} s"
-                late = {rank: why for rank in ranks if not store.check([str(rank)])}
+    def _wait_until_started(self, store: Store, timeout: float) -> None:
+        """Wait until every process has started; RankError for one that ends or gets stuck before."""
+        starting = {rank: StartingProcess(p) for rank, p in enumerate(self.processes, 1)}
+        while starting:
+            for rank in [rank for rank in starting if store.check([str(rank)])]:
+                del starting[rank]
+            found = {rank: one.find_failure(timeout) for rank, one in starting.items()}
+            late = {rank: why for rank, why in found.items() if why is not None}
             if late:
                 raise RankError(
-                    "; ".join(f"rank {rank} did not start: {why}" for rank, why in late.items()),
+                    "; ".join(f"rank {rank} did not start: it {why}" for rank, why in late.items()),
                     ranks=tuple(late),
                     next="look at its last output, above; or start the ranks with torchrun",
                 )
@@ -156,11 +158,46 @@ class WorkerProcesses:
             )
 
 
+class StartingProcess:
+    """A process that has not reported yet; whether it still makes progress."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.started = self.advanced = time.monotonic()
+        self.state, self.cpu_time = "", -1
+
+    def find_failure(self, timeout: float) -> str | None:
+        """Why it won't start: it ended, used no CPU time for `timeout` seconds, or took too long."""
+        code = self.process.poll()
+        if code is not None:
+            return describe_exit(code)
+        now = time.monotonic()
+        before, (self.state, self.cpu_time) = self.cpu_time, read_process_state(self.process.pid)
+        if self.cpu_time != before:
+            self.advanced = now
+        is_stopped = self.state in "tT"
+        if self.state and now - self.advanced > timeout:
+            return (
+                f"{'is stopped' if is_stopped else 'waits'}, and has not reported in {timeout:g} s"
+            )
+        limit = max(START_TIMEOUT, timeout)
+        return f"runs, and has not reported in {limit:g} s" if now - self.started > limit else None
+
+
+def read_process_state(pid: int) -> tuple[str, int]:
+    """The state of a process, one letter, and its CPU time; ("", 0) without /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
 def _start_worker(
     module: str, arguments: bytes, environment: dict[str, str], threads: int
 ) -> subprocess.Popen[bytes]:
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
+    process = BoundProcess(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         env={"OMP_NUM_THREADS": str(threads)} | QUIET | dict(os.environ) | paths | environment,
@@ -174,15 +211,10 @@ def _start_worker(
 
 
 def read_arguments() -> bytes:
-    """The arguments of this worker process; also reports that it has started.
-
-    From now on this process exits with rank 0's process.
-    """
+    """The arguments of this worker process; also reports that it has started."""
     _connect().set(os.environ["RANK"], "started")
     (size,) = LENGTH.unpack(sys.stdin.buffer.read(LENGTH.size))
-    arguments = sys.stdin.buffer.read(size)
-    threading.Thread(target=_exit_with_rank_0, name="fulgurite-parent", daemon=True).start()
-    return arguments
+    return sys.stdin.buffer.read(size)
 
 
 def report_error(error: BaseException) -> None:
@@ -195,12 +227,6 @@ def report_error(error: BaseException) -> None:
 def _connect() -> Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(STORE_PREFIX, TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT))
-
-
-def _exit_with_rank_0() -> None:
-    """Exit once the other end of stdin is closed: rank 0's process has ended."""
-    os.read(sys.stdin.fileno(), 1)
-    os._exit(1)
 
 
 def is_single_process() -> bool:

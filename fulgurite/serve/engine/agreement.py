@@ -82,13 +82,16 @@ def agree_on_step(
             num_tokens=num_tokens,
             can_replay=False,  # the variant is that of other chunks
         )
+    runner, communication = engine.runner, engine.communication
     is_captured = step.can_replay and step.num_requests > 0
-    if engine.communication is not None:
-        captured_size = engine.runner.captured_size(step.num_requests) if is_captured else 0
-        fits = engine.communication.begin_step(max(step.num_tokens, captured_size))
-        if is_captured and not fits:
-            engine.runner.note_eager_step(
+    if is_captured and communication is not None:
+        captured_size = runner.captured_size(step.num_requests)
+        is_captured = communication.begin_step(max(step.num_tokens, captured_size))
+        if not is_captured:
+            runner.note_eager_step(
                 f"the dispatch of {captured_size} tokens is too large for equal splits"
             )
-        is_captured = is_captured and fits
+    if not is_captured and communication is not None:
+        own_tokens = count_scheduled(chunks)[1]
+        communication.begin_step(step.num_tokens, runner.count_equal_micro_batches(own_tokens))
     return chunks, CapturedShape(step.num_requests, step.variant) if is_captured else None

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 
 import torch
 
-from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.layers import CausalLM
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, is_sized
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
@@ -55,15 +54,13 @@ class Communication:
         axes = (self.mesh.tensor, self.mesh.context)
         return self.model.device.type == "cuda" and all(axis.can_capture for axis in axes)
 
-    def begin_step(self, num_tokens: int) -> bool:
+    def begin_step(self, num_tokens: int, micro_batches: int = 1) -> bool:
         """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks.
         Returns whether a step of this size can be captured.
 
-        The context axis shards these tokens, and so does the tensor axis with sequence parallelism.
+        `micro_batches`: in which the stages run it, all of them equally large.
         """
-        tokens = cdiv(num_tokens, self.mesh.context.size)
-        if self.mesh.tensor.size > 1 and self.mesh.expert.size > 1:
-            tokens = cdiv(tokens, self.mesh.tensor.size)
+        tokens = self.mesh.shape.count_rank_tokens(num_tokens, micro_batches)
         can_capture = True
         for _, dispatcher in self.dispatchers.values():
             if is_sized(dispatcher):

@@ -23,7 +23,8 @@ Host collectives of a step:
     one replica      none, unless the step is larger than any before
     several          one agreement (`StepProposal`): the memory limit, and whether all replicas decode;
                      all ranks then replay a captured step of one size, those without requests too.
-                     And one gather of the tokens, with log-probabilities if somebody asked for them
+                     And one gather of the tokens, with log-probabilities if somebody asked for them.
+                     Those of a prompt, if they are asked for, are posted in the store before
 
 Grammars are compiled by rank 0, which knows where a reply ends, and by the first rank of the request's
 replica, which needs the masks. A `constraint=` is an object of rank 0's process: it stays there.
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +48,8 @@ from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.processes.channel import BroadcastChannel
 from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
-from fulgurite.serve.engine.request import Request
+from fulgurite.serve.engine.logprobs import pack_logprobs, unpack_logprobs
+from fulgurite.serve.engine.request import Request, SamplingParams
 from fulgurite.serve.engine.sampler import SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_messages import (
@@ -108,6 +111,8 @@ class Coordinator:
         self.number_of: dict[str, int] = {}
         self.id_of: dict[int, str] = {}  # by number
         self.num_logprobs: dict[str, int] = {}  # of requests on other replicas that ask for them
+        # Requests on other replicas: with their first token come the log-probabilities of their prompts.
+        self.awaited_prompts: set[str] = set()
         self.counter = itertools.count()
         self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
         self.last_message = -1  # number of the message that was sent last
@@ -116,11 +121,7 @@ class Coordinator:
     # ---- rank 0 ------------------------------------------------------------------------------------
 
     def add_request(self, request: Request, prompt_ids: list[int]) -> None:
-        """Assign a request to a replica: to the one with the fewest, or to rank 0's.
-
-        Those with a `constraint=` stay there, and those with `prompt_logprobs`: other replicas send
-        tokens only.
-        """
+        """Assign a request to a replica: to the one with the fewest. One with a `constraint=` stays."""
         if self.mesh.rank != 0:
             raise ArgumentError(
                 "only rank 0 takes requests, and this rank is a worker",
@@ -129,7 +130,7 @@ class Coordinator:
             )
         replica, params = 0, request.params
         has_object = request.constraint is not None and params.grammar_spec is None
-        if not has_object and params.prompt_logprobs is None:
+        if not has_object:
             assigned = [*self.replica_of.values()]
             loads = [assigned.count(index) for index in range(self.mesh.data.size)]
             replica = loads.index(min(loads))
@@ -139,8 +140,11 @@ class Coordinator:
         params = replace(params, stop=())
         if replica == 0:
             params = replace(params, **NO_GRAMMAR)
-        elif params.logprobs is not None:
-            self.num_logprobs[id] = params.logprobs
+        else:
+            if params.logprobs is not None:
+                self.num_logprobs[id] = params.logprobs
+            if has_posted_prompt(params, prompt_ids):
+                self.awaited_prompts.add(id)
         self.events.append(
             RequestAdded(
                 id,
@@ -161,6 +165,7 @@ class Coordinator:
         self.events.append(RequestEnded(request.id, cancelled))
         del self.replica_of[request.id], self.id_of[self.number_of.pop(request.id)]
         self.num_logprobs.pop(request.id, None)
+        self.awaited_prompts.discard(request.id)
 
     def record_grammar(self, spec: GrammarSpec) -> None:
         if self.mesh.data.size > 1:
@@ -206,6 +211,20 @@ class Coordinator:
         rows = self.gather_tokens([], max_tokens, self.step_logprobs)
         return [decode_token(self.id_of[row[0]], row[1:]) for row in rows if row[0] >= 0]
 
+    def take_prompt_logprobs(self, request: Request) -> None:
+        """Add what the replica of a request has posted with its first token."""
+        if request.id in self.awaited_prompts:
+            self.awaited_prompts.discard(request.id)
+            posted = self.channel.take(f"prompt-{self.number_of[request.id]}")
+            tokens = request.tokens[1 : request.prompt_length].tolist()
+            words_LW = np.frombuffer(posted, np.int64).reshape(len(tokens), -1)
+            request.add_prompt_logprobs(1, unpack_logprobs(tokens, words_LW))
+
+    def post_prompt_logprobs(self, number: int, request: Request) -> None:
+        """On the first rank of another replica: leave those of a prompt for rank 0."""
+        logprobs = [one for one in request.prompt_logprobs if one is not None]
+        self.channel.post(f"prompt-{number}", pack_logprobs(logprobs).tobytes())
+
     def read_rank_times(self) -> tuple[RankTime, ...]:
         """How each rank spends its steps; empty before the first ones."""
         health = self.mesh.health
@@ -247,6 +266,11 @@ class Coordinator:
         variant = SamplingVariant(*(bit < 0 for bit in bits))
         can = bool(can_replay), bool(can_launch)
         return StepProposal(limit, can[0], -requests, variant, -tokens, can[1])
+
+
+def has_posted_prompt(params: SamplingParams, prompt_ids: Sequence[int]) -> bool:
+    """Whether the replica of a request posts log-probabilities of its prompt; the first token has none."""
+    return params.prompt_logprobs is not None and len(prompt_ids) > 1
 
 
 def count_scheduled(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:

@@ -229,11 +229,6 @@ class Engine(EngineCore):
         params.check_token_ids(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
-        if params.prompt_logprobs is not None and self.runner.stage_runner is not None:
-            raise ArgumentError(
-                "prompt_logprobs is not supported with pipeline stages or context parallelism",
-                next="leave it out, or use pipeline=1 and context_parallel=1",
-            )
         return params
 
     def stats(self) -> EngineStats:

@@ -48,7 +48,7 @@ from fulgurite.serve.engine.agreement import agree_on_step, can_launch, propose_
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.communication import Communication
 from fulgurite.serve.engine.context_kv_cache import build_kv_cache
-from fulgurite.serve.engine.coordinator import Coordinator, StepProposal, count_scheduled
+from fulgurite.serve.engine.coordinator import Coordinator, StepProposal
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.grammar import GrammarCompiler
 from fulgurite.serve.engine.grammar_queue import GrammarQueue
@@ -461,10 +461,6 @@ class EngineCore:
         shape: CapturedShape | None,
     ) -> StepTokens:
         sampling = self.sampler.prepare(requests) if requests else None
-        if self.load_counter is not None:
-            tokens = count_scheduled(chunks)[1]
-            rows = 0 if shape is None else self.runner.captured_size(shape.num_requests)
-            self.load_counter.begin_step(tokens, max(tokens, rows))
         output = self.runner.execute(chunks, sampling, shape)
         if sampling is None or output.tokens_R is None:
             return StepTokens(None, output.prompt_logprobs)
@@ -488,6 +484,7 @@ class EngineCore:
         if self.coordinator is not None:
             for remote in self.coordinator.gather_remote_tokens(self.plan.limits.max_sequences):
                 request = self.requests[remote.id]
+                self.coordinator.take_prompt_logprobs(request)
                 sampled.append(SampledToken(request, remote.token))
                 if remote.token >= 0:
                     request.append(remote.token)

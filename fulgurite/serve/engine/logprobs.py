@@ -13,12 +13,14 @@ the step; D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fulgurite.models.layers import CausalLM
 from fulgurite.plan.memory import LOGPROB_ROWS
 from fulgurite.serve.engine.request import Request, TokenLogprob
 from fulgurite.serve.engine.scheduler import ScheduledChunk
@@ -112,6 +114,17 @@ class PromptSpan(NamedTuple):
     start: int
     stop: int
 
+    def clip(self, first: int, end: int) -> PromptSpan:
+        """The part whose rows are `first` to `end` - 1, counted from `first`; it may be empty."""
+        skipped = max(first - self.row, 0)
+        start = min(self.start + skipped, self.stop)
+        stop = max(min(self.stop, self.start + end - self.row), start)
+        return PromptSpan(self.request, max(self.row - first, 0), start, stop)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
 
 def find_prompt_spans(chunks: Sequence[ScheduledChunk]) -> Iterator[PromptSpan]:
     """The prompt tokens of a step whose log-probabilities are asked for and not known yet."""
@@ -127,17 +140,13 @@ def find_prompt_spans(chunks: Sequence[ScheduledChunk]) -> Iterator[PromptSpan]:
 
 
 class PendingPromptLogprobs:
-    """Log-probabilities of a span on their way to the host."""
+    """Log-probabilities of a span on their way to the host; None: other ranks compute them."""
 
-    def __init__(
-        self, span: PromptSpan, own_L: Tensor, ranks_L: Tensor, ids_LK: Tensor, top_LK: Tensor
-    ) -> None:
+    def __init__(self, span: PromptSpan, words_LW: Tensor | None) -> None:
         self.span = span
-        self.own_L, self.ranks_L, self.ids_LK, self.top_LK = (
-            _start_copy(tensor) for tensor in (own_L, ranks_L, ids_LK, top_LK)
-        )
+        self.words_LW = None if words_LW is None else _start_copy(words_LW)
         self.event: torch.cuda.Event | None = None
-        if own_L.is_cuda:
+        if words_LW is not None and words_LW.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -146,44 +155,70 @@ class PendingPromptLogprobs:
         if self.event is not None:
             self.event.synchronize()
         request, _, start, stop = self.span
-        columns = request.tokens[start:stop], self.own_L, self.ranks_L, self.ids_LK, self.top_LK
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        logprobs = [
-            TokenLogprob(token, own, tuple(zip(ids, top, strict=True)), rank)
-            for token, own, rank, ids, top in rows
-        ]
-        request.add_prompt_logprobs(start, logprobs)
+        if self.words_LW is None:
+            request.add_prompt_logprobs(start, [None] * (stop - start))
+        else:
+            tokens = request.tokens[start:stop].tolist()
+            request.add_prompt_logprobs(start, unpack_logprobs(tokens, self.words_LW.numpy()))
 
 
 def compute_prompt_logprobs(
-    compute_logits: Callable[[Tensor], Tensor],
-    hidden_TD: Tensor,
-    span: PromptSpan,
-    rows_at_once: int,
-) -> PendingPromptLogprobs:
-    """Log-probabilities of a span, from the hidden states of the step."""
-    request, row, start, stop = span
-    tokens_L = torch.from_numpy(request.tokens[start:stop]).to(hidden_TD.device)
-    hidden_LD = hidden_TD[row : row + stop - start]
-    parts = []
-    for first in range(0, stop - start, rows_at_once):
+    model: CausalLM, hidden_LD: Tensor, span: PromptSpan, rows_at_once: int
+) -> Tensor:
+    """Log-probabilities of a span as words [L, W], from the hidden states of the tokens before it.
+
+    The words of a token: its log-probability, its rank, the ids of the K likeliest tokens, and theirs.
+    Floats are their bits. So they are one message, whoever needs them (`unpack_logprobs`).
+    """
+    tokens_L = torch.from_numpy(span.request.tokens[span.start : span.stop]).to(hidden_LD.device)
+    count = min(span.request.params.prompt_logprobs or 0, model.config.vocab_size)
+    parts = [torch.empty(0, 2 + 2 * count, dtype=torch.int64, device=hidden_LD.device)]
+    for first in range(0, span.num_tokens, rows_at_once):
         rows = slice(first, first + rows_at_once)
-        logits_LO = compute_logits(hidden_LD[rows])
-        parts.append(_logprobs_of_prompt(logits_LO, tokens_L[rows], request))
-    return PendingPromptLogprobs(span, *(torch.cat(part) for part in zip(*parts, strict=True)))
+        logits_LO = model.compute_logits(hidden_LD[rows])
+        parts.append(_logprobs_of_prompt(logits_LO, tokens_L[rows], count))
+    return torch.cat(parts)
 
 
-def _logprobs_of_prompt(
-    logits_LO: Tensor, tokens_L: Tensor, request: Request
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of some rows: that of the prompt's own token, its rank, ids of the likeliest, and theirs."""
+def _logprobs_of_prompt(logits_LO: Tensor, tokens_L: Tensor, count: int) -> Tensor:
+    """Of some rows, as words."""
     own_rows = (row_O.to(torch.float32, copy=True) for row_O in logits_LO)  # as `_logprobs_of_rows`
     values_LO = torch.stack([row_O.log_softmax(dim=-1) for row_O in own_rows])
     keys_LO = _sort_keys(values_LO)
-    own_L = values_LO.gather(1, tokens_L[:, None])[:, 0]
-    ranks_L = (keys_LO >= keys_LO.gather(1, tokens_L[:, None])).sum(1)
-    count = min(request.params.prompt_logprobs or 0, logits_LO.shape[1])
-    return own_L, ranks_L, *_find_likeliest(values_LO, keys_LO, count)
+    own_L1 = values_LO.gather(1, tokens_L[:, None])
+    ranks_L1 = (keys_LO >= keys_LO.gather(1, tokens_L[:, None])).sum(1, keepdim=True)
+    ids_LK, top_LK = _find_likeliest(values_LO, keys_LO, count)
+    return torch.cat((_float_bits(own_L1), ranks_L1, ids_LK, _float_bits(top_LK)), dim=1)
+
+
+def _float_bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32).to(torch.int64)
+
+
+def unpack_logprobs(tokens: Sequence[int], words_LW: np.ndarray) -> list[TokenLogprob]:
+    """The log-probabilities of these tokens, of the words that `compute_prompt_logprobs` returns."""
+    count = words_LW.shape[1] // 2 - 1
+    ids_LK = words_LW[:, 2 : 2 + count].tolist()
+    own_L, top_LK = (
+        bits.astype(np.int32).view(np.float32).tolist()
+        for bits in (words_LW[:, 0], np.ascontiguousarray(words_LW[:, 2 + count :]))
+    )
+    columns = tokens, own_L, words_LW[:, 1].tolist(), ids_LK, top_LK
+    return [
+        TokenLogprob(token, own, tuple(zip(ids, top, strict=True)), rank)
+        for token, own, rank, ids, top in zip(*columns, strict=True)
+    ]
+
+
+def pack_logprobs(logprobs: Sequence[TokenLogprob]) -> np.ndarray:
+    """The inverse of `unpack_logprobs`: words [L, W]."""
+    own_L1 = np.array([[one.logprob] for one in logprobs], dtype=np.float32)
+    ranks_L1 = np.array([[one.rank] for one in logprobs], dtype=np.int64)
+    ids_LK = np.array([[id for id, _ in one.top] for one in logprobs], dtype=np.int64)
+    top_LK = np.array([[value for _, value in one.top] for one in logprobs], dtype=np.float32)
+    bits = (values.view(np.int32).astype(np.int64) for values in (own_L1, top_LK))
+    own_bits_L1, top_bits_LK = bits
+    return np.concatenate((own_bits_L1, ranks_L1, ids_LK, top_bits_LK), axis=1)
 
 
 def _start_copy(tensor: Tensor) -> Tensor:

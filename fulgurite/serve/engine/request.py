@@ -442,7 +442,7 @@ class Request:
             return self.length - 1  # the last token always runs, since its logits are needed
         return known - 1
 
-    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob | None]) -> None:
         """Add those of the tokens from position `start` on; after a preemption some are known."""
         known = len(self.prompt_logprobs)
         assert start <= known, (

@@ -89,6 +89,7 @@ class ModelRunner:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.mesh = sampler, mesh
         self.device = model.device
+        self.rows_at_once = min(ROWS_AT_ONCE, sampler.rows.num_rows)  # as the memory plan counts
         self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()  # on a GPU
         self.recorded_steps: OrderedDict[StepShape, RecordedStep] = OrderedDict()  # on a CPU
         self.load_counter: ExpertLoadCounter | None = None
@@ -97,7 +98,7 @@ class ModelRunner:
         )
         self.stage_runner: StageRunner | None = None
         if model.stage is not None or model.context is not None:
-            self.stage_runner = StageRunner(model, kv_cache, self._build_batch)
+            self.stage_runner = StageRunner(model, kv_cache, self._build_batch, self.rows_at_once)
         self.no_capture_reason = no_capture_reason or model.no_capture_reason
         self.eager_reason: str | None = None  # why some decode steps are not captured
         self.graph_pool = None
@@ -143,7 +144,9 @@ class ModelRunner:
             if shape is not None and self._is_one_micro_batch(shape.num_requests):
                 step = self._get_captured_step(shape.num_requests, shape.variant)
                 if step is not None:
+                    self._begin_load_count(chunks, step.batch_size)
                     return step(chunks, sampling, shape.variant)
+        self._begin_load_count(chunks)
         if not chunks:
             return StepOutput(self._execute_empty(), None)
         logits_RO, prompt_logprobs = self._compute_logits(chunks)
@@ -151,12 +154,25 @@ class ModelRunner:
         self._share_tokens(chunks, tokens_R)
         return StepOutput(logits_RO, tokens_R, prompt_logprobs)
 
+    def _begin_load_count(
+        self, chunks: Sequence[ScheduledChunk], padded_size: int | None = None
+    ) -> None:
+        """Count the tokens of experts in this step, and no padding."""
+        if self.load_counter is not None:
+            tokens = sum(chunk.num_tokens for chunk in chunks)
+            self.load_counter.begin_step(tokens, tokens if padded_size is None else padded_size)
+
     def _is_one_micro_batch(self, num_requests: int) -> bool:
         """Whether a decode step is not divided among pipeline stages; the same on all ranks."""
         if self.stage_runner is None or self.stage_runner.is_one_micro_batch(num_requests):
             return True
         self.note_eager_step(f"steps of {num_requests} requests run as several micro-batches")
         return False
+
+    def count_equal_micro_batches(self, num_tokens: int) -> int:
+        """How many equally large micro-batches an eager step of this rank has; 1 if they may differ."""
+        stage_runner = self.stage_runner
+        return 1 if stage_runner is None else stage_runner.count_equal_micro_batches(num_tokens)
 
     def note_eager_step(self, reason: str) -> None:
         """Remember why a decode step is not captured although others are; `stats` has it."""
@@ -176,14 +192,14 @@ class ModelRunner:
     ) -> tuple[Tensor, list[PendingPromptLogprobs]]:
         """The logits of all chunks that need sampling, as one flat batch; and of prompts."""
         if self.stage_runner is not None:
-            return self.stage_runner.run(chunks), []
+            return self.stage_runner.run(chunks)
         host = self._build_host_batch(chunks)
         hidden_TD, logit_rows_R = self._compute_hidden_states(host)
-        rows_at_once = min(ROWS_AT_ONCE, self.sampler.rows.num_rows)  # as the memory plan counts
-        prompt_logprobs = [
-            compute_prompt_logprobs(self.model.compute_logits, hidden_TD, span, rows_at_once)
-            for span in find_prompt_spans(chunks)
-        ]
+        prompt_logprobs = []
+        for span in find_prompt_spans(chunks):
+            before_LD = hidden_TD[span.row : span.row + span.num_tokens]
+            words_LW = compute_prompt_logprobs(self.model, before_LD, span, self.rows_at_once)
+            prompt_logprobs.append(PendingPromptLogprobs(span, words_LW))
         if logit_rows_R is not None:
             hidden_TD = hidden_TD[logit_rows_R]
         return self.model.compute_logits(hidden_TD).float(), prompt_logprobs
@@ -316,8 +332,11 @@ class ModelRunner:
         self.recorded_steps.clear()
 
     def captured_size(self, num_requests: int) -> int:
-        """The batch size of the captured step that runs so many requests."""
-        return 1 << (num_requests - 1).bit_length()
+        """The batch size of the captured step that runs so many requests: the next power of two.
+
+        At most `max_sequences`: buffers are planned for steps of so many tokens.
+        """
+        return min(1 << (num_requests - 1).bit_length(), self.sampler.rows.num_rows)
 
     def _have_all_captured(self, mesh: Mesh) -> bool:
         """Whether every rank could capture a new step; if not, no rank captures from now on."""

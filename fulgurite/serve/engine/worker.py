@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fulgurite.errors import RankError
 from fulgurite.serve.engine.agreement import propose_step
-from fulgurite.serve.engine.coordinator import Coordinator, count_scheduled
+from fulgurite.serve.engine.coordinator import Coordinator, count_scheduled, has_posted_prompt
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.engine.reply import accept_token
@@ -29,6 +29,9 @@ class Worker:
     def __init__(self, engine: Engine, coordinator: Coordinator) -> None:
         self.engine, self.coordinator = engine, coordinator
         self.number_of: dict[str, int] = {}
+        self.unposted: set[str] = (
+            set()
+        )  # requests whose log-probabilities of the prompt rank 0 awaits
 
     def run(self) -> None:
         while True:
@@ -67,6 +70,10 @@ class Worker:
             for request, token, logprob in zip(step.requests, tokens, logprobs, strict=True)
             if request.state is not RequestState.FINISHED
         ]
+        for request in step.requests:
+            if request.id in self.unposted:
+                self.unposted.discard(request.id)
+                self.coordinator.post_prompt_logprobs(self.number_of[request.id], request)
         limit = self.engine.plan.limits.max_sequences
         self.coordinator.gather_tokens(rows, limit, num_logprobs)
 
@@ -122,6 +129,8 @@ class Worker:
         request.seed = event.seed
         self.engine.requests[event.id] = request
         self.number_of[event.id] = event.number
+        if self.coordinator.samples and has_posted_prompt(event.params, event.prompt_ids):
+            self.unposted.add(event.id)
         self.engine.scheduler.add(request)
 
     def _end(self, request: Request, cancelled: bool) -> None:
@@ -131,3 +140,4 @@ class Worker:
             self.engine.scheduler.finish(request)
         request.finish("ended by rank 0")
         del self.engine.requests[request.id], self.number_of[request.id]
+        self.unposted.discard(request.id)

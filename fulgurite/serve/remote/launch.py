@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fulgurite.lifeline import BoundProcess
 from fulgurite.serve.remote.channel import encode_frame
 from fulgurite.serve.remote.messages import LoadModel
 
@@ -51,7 +52,7 @@ def launch_process(sock: socket.socket, env: Mapping[str, str]) -> subprocess.Po
     """Start the process of an engine that reads commands from `sock`."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "fulgurite.serve.remote.engine_main", str(sock.fileno())]
-    return subprocess.Popen(
+    return BoundProcess(
         command,
         pass_fds=[sock.fileno()],
         env={**os.environ, **paths, **env},

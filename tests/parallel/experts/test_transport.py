@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,16 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.moe import Experts
 from fulgurite.parallel import AllToAllDispatcher, Axis, Mesh, Placement
 from fulgurite.parallel.dispatch import all_to_all
-from fulgurite.parallel.experts.placement import read_expert_load, save_placement
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
+from fulgurite.parallel.experts.placement import (
+    contiguous_placement,
+    read_expert_load,
+    save_placement,
+)
 from fulgurite.parallel.experts.rebalance import rebalance_experts
 from fulgurite.parallel.experts.transport import (
     TRANSPORTS,
@@ -25,6 +32,7 @@ from fulgurite.serve.llm import LLM
 from tests.kernels.dispatch.cases import round_trip
 from tests.parallel import engine_cases
 from tests.parallel.experts import transport_cases as cases
+from tests.parallel.experts.expert_cases import HIDDEN, make_experts
 from tests.parallel.test_engine import alone, folder, greedy, prompts
 
 __all__ = ["folder"]  # a fixture
@@ -102,6 +110,23 @@ def test_a_padded_step_reads_nothing_on_the_host():
     dispatcher = AllToAllDispatcher(make_meta_axis(4))
     dispatcher.set_step_tokens(9)
     assert run_on_meta(dispatcher) == (6, 32)
+
+
+def test_each_half_of_a_step_is_padded_by_itself():
+    """And not to the size of the whole step. Four ranks send 600 tokens in two padded halves."""
+    dispatcher = AllToAllDispatcher(make_meta_axis(4))
+    experts = make_experts("plain", 8, 3, torch.float32).to("meta")
+    parallel = ExpertParallel(experts, dispatcher, contiguous_placement(1, 8, 4))
+    parallel.micro_batches = 2
+    x = torch.empty(597, HIDDEN, device="meta")
+    routes = Routes(x.new_empty(597, 3), torch.empty(597, 3, dtype=torch.long, device="meta"))
+    dispatcher.set_step_tokens(600)
+    assert not dispatcher.is_padded
+    with torch.no_grad():
+        halves = parallel.start_dispatch(x, routes)
+    assert [half.counts for half in halves] == [((300,) * 4, (300,) * 4)] * 2
+    assert [half.x_TD.shape[0] for half in halves] == [299, 298]
+    assert dispatcher.step_tokens == 600
 
 
 def test_an_exact_step_reads_the_counts_only(monkeypatch):
@@ -273,6 +298,7 @@ def test_load_is_recorded_and_a_placement_gives_the_same_tokens(ranks, folder, t
     save_placement(placement, tmp_path / "placement.json")
     assert placement.slots_LS.shape[1] == config.moe.num_experts + 2
     check(ranks(2), path, TWO, placement=str(tmp_path / "placement.json"))
+    check(ranks(4), path, TWO, placement=str(tmp_path / "placement.json"), pipeline=2)
 
 
 def test_one_rank_records_the_same_load(folder, tmp_path):
@@ -287,25 +313,29 @@ def test_one_rank_records_the_same_load(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("axes", "graphs"),
+    ("name", "axes", "graphs"),
     [
-        ({"data": 2, "expert": 2}, False),
-        ({"data": 1, "tensor": 2}, False),
-        ({"data": 1, "context_parallel": 2}, False),
-        ({"data": 1, "context_parallel": 2}, True),
-        ({"data": 1, "tensor": 2, "expert": 2}, True),
+        ("qwen3_moe", {"data": 2, "expert": 2}, False),
+        ("qwen3_moe", {"data": 1, "tensor": 2}, False),
+        ("qwen3_moe", {"data": 1, "context_parallel": 2}, False),
+        ("qwen3_moe", {"data": 1, "context_parallel": 2}, True),
+        ("qwen3_moe", {"data": 1, "tensor": 2, "expert": 2}, True),
+        ("deepseek_v3", {"data": 1, "pipeline": 2}, False),  # its first layer is dense
+        ("qwen3_moe", {"data": 1, "pipeline": 2, "context_parallel": 2}, True),
     ],
     ids=str,
 )
-def test_load_is_that_of_one_rank_whenever_it_is_saved(ranks, folder, tmp_path, axes, graphs):
-    """Every token counts once, on whatever ranks it was, and padding of captured steps never does."""
-    file, path = tmp_path / "load.npy", folder("qwen3_moe")
+def test_load_is_that_of_one_rank_whenever_it_is_saved(ranks, folder, tmp_path, name, axes, graphs):
+    """Every token counts once, on whatever ranks it was, and padding of captured steps never does.
+    Stages run several micro-batches a step."""
+    file, path = tmp_path / "load.npy", folder(name)
     with LLM(path, record_load=file, **engine_cases.PLAIN) as llm:
         llm.generate(prompts(), greedy())
     alone = read_expert_load(file)
     assert alone.sum() > 0
     arguments = path, axes, prompts(), greedy(), file, graphs
-    once, twice = ranks(2).run(cases.save_load_twice, *arguments)[0]
+    num_ranks = math.prod(size for name, size in axes.items() if name != "expert")
+    once, twice = ranks(num_ranks).run(cases.save_load_twice, *arguments)[0]
     assert once == alone.tolist() and twice == (2 * alone).tolist()
     assert read_expert_load(file).tolist() == twice  # `close` saves it again
     assert [one.name for one in tmp_path.iterdir()] == ["load.npy"]

@@ -1,28 +1,22 @@
 """Log-probabilities of prompts: transformers' logits of the whole sequence are the oracle.
 
 Bits are the same however a prompt is computed: whole, in chunks, beside others, with a full prefix cache,
-after a preemption, or over ranks.
+or after a preemption. Over ranks: tests/parallel/test_prompt_logprobs.py.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fulgurite.errors import ArgumentError
 from fulgurite.models import CausalLM, load_model
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import Result, SamplingParams, TokenLogprob
-from fulgurite.serve.llm import LLM
 from fulgurite.serve.structured.compiler import GrammarCompiler
-from tests.parallel.engine_cases import PLAIN
-from tests.parallel.test_engine import prompts
 from tests.serve.engines import check_idle, make_engine, quantized_model, tiny_model
-from tests.serve.rank_cases import save_model
 from tests.serve.tiny_checkpoint import VOCABULARY, byte_tokenizer
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=3)
@@ -139,35 +133,3 @@ def test_a_step_that_runs_out_of_memory_changes_nothing(model: CausalLM, monkeyp
     monkeypatch.setattr(engine.runner, "execute", fail_sometimes)
     assert generate(engine) == wanted
     assert engine.stats().out_of_memory == 3
-
-
-# ---- ranks -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-RANK_PARAMS = SamplingParams(max_tokens=2, prompt_logprobs=2, ignore_eos=True)
-
-
-@pytest.mark.parametrize("options", [{"tensor": 2}, {"tensor": 2, "data": 2}], ids=str)
-def test_over_ranks(folder: Path, options: dict[str, int]) -> None:
-    asked = prompts()[:4]
-    wanted = LLM(folder, **PLAIN).generate(asked, RANK_PARAMS)
-    with LLM(folder, timeout=60.0, **options, **PLAIN) as llm:
-        found = llm.generate(asked, RANK_PARAMS)
-        assert llm.engine.audit() == dict.fromkeys(llm.engine.audit(), 0)
-    for one, two in zip(found, wanted, strict=True):
-        assert [a.token_id for a in read(one)] == one.prompt_ids[1:]
-        assert [a.logprob for a in read(one)] == pytest.approx(
-            [b.logprob for b in read(two)], abs=1e-4
-        )
-
-
-def test_pipeline_stages_refuse_them(folder: Path) -> None:
-    with LLM(folder, pipeline=2, timeout=60.0, **PLAIN) as llm:
-        with pytest.raises(ArgumentError, match="pipeline stages or context parallelism"):
-            llm.generate([[1, 2, 3]], RANK_PARAMS)
-        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))[0].token_ids

@@ -52,6 +52,12 @@ def test_padding_does_not_write_to_blocks(model: CausalLM, monkeypatch: pytest.M
     assert got == [texts(plain, [p], [n])[0] for p, n in zip(prompts, counts, strict=True)]
 
 
+def test_captured_steps_have_at_most_max_sequences_requests(model: CausalLM) -> None:
+    """Buffers are planned for steps of that size."""
+    runner = make_engine(model, max_sequences=6).runner
+    assert [runner.captured_size(count) for count in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+
+
 def test_one_prompt_token_is_not_a_decode_step(model: CausalLM) -> None:
     """A prompt prefilled a token at a time, next to a decoding request, samples only at its end."""
     engine = make_engine(model, max_sequences=2, max_batched_tokens=2)

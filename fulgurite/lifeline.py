@@ -1,0 +1,69 @@
+"""Child processes that end with this one: the kernel kills them, whatever they are doing.
+
+    process = BoundProcess(command)               a `subprocess.Popen`
+
+    lifeline = Lifeline()                         the same for a process that something else starts
+    process = context.Process(target=run, args=(lifeline.child_end,))
+    process.start()
+    lifeline.attach(process.pid)
+
+A pipe leads to the child. Its end there sends SIGKILL to the child (O_ASYNC, F_SETSIG) once every copy of
+the other end is closed, and this process has the only one. The child runs no code for it: it may still
+import its modules, hold the GIL, wait in a collective, or be stopped.
+
+PR_SET_PDEATHSIG would kill a child when the thread that started it ends, and the child of a fork server
+when that server ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Pipe
+from typing import Any
+
+_open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+class Lifeline:
+    """The pipe to one child. It is closed with this object, which kills a child that still runs."""
+
+    def __init__(self) -> None:
+        self.child_end, self._own_end = Pipe(duplex=False)
+        _open.add(self)
+
+    def attach(self, pid: int) -> None:
+        """Kill this process with the calling one. It must have got a copy of `child_end`."""
+        end = self.child_end.fileno()
+        # These belong to the pipe's end, and so to the child's copy of it, too.
+        fcntl.fcntl(end, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+        self.child_end.close()
+
+    def close(self) -> None:
+        self.child_end.close()
+        self._own_end.close()
+
+
+class BoundProcess(subprocess.Popen[bytes]):
+    """A child process that ends with this one. Keep the object as long as the process may run."""
+
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any):
+        self.lifeline = Lifeline()
+        pass_fds = [*pass_fds, self.lifeline.child_end.fileno()]
+        super().__init__(command, pass_fds=pass_fds, **options)
+        self.lifeline.attach(self.pid)
+
+
+def _close_all() -> None:
+    """In a forked child: it must not keep the other children of its parent alive."""
+    for lifeline in [*_open]:
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
