@@ -63,7 +63,7 @@ from torch.fx.experimental.symbolic_shapes import (
     guard_or_false,
 )
 
-from fulgurite.capture import matmul_rules, python_numbers, recurrent
+from fulgurite.capture import autograd_functions, matmul_rules, python_numbers, recurrent
 from fulgurite.capture.foreach import lerp_in_place
 from fulgurite.capture.mixed_norms import (
     fake_group_norm,
@@ -130,6 +130,7 @@ def install() -> None:
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
+    autograd_functions.install()
     python_numbers.install()
     matmul_rules.install()
     recurrent.install()
