@@ -28,7 +28,7 @@ def _break_at_missing_gradients(original: Callable[..., Any]) -> Callable[..., A
     def trace_forward_graph(self: Any, tx: Any, ctx: Any, *args: Any) -> Any:
         result = original(self, tx, ctx, *args)
         flag = tx.output.side_effects.store_attr_mutations.get(ctx, {}).get("materialize_grads")
-        materializes = flag is None or flag.is_python_constant() and flag.as_python_constant()
+        materializes = flag is None or (flag.is_python_constant() and flag.as_python_constant())
         if not materializes and _count_differentiable(result[1], ctx) > 1:
             exc.unimplemented(
                 gb_type="autograd.Function whose backward may get None",
