@@ -5,7 +5,8 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
   `fullgraph=True` the failed capture is an error. `program_errors.py` has what concerns errors of the program
-  itself, `python_numbers.py` the arithmetic of symbols, `matmul_rules.py` the rules of grouped matmuls.
+  itself, `python_numbers.py` the arithmetic of symbols, `tensor_attributes.py` attributes, `matmul_rules.py` the
+  rules of grouped matmuls, `autograd_functions.py` functions with a backward of their own.
 - A function on which TorchDynamo itself fails runs in eager mode (`failed_functions.py`).
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
@@ -70,6 +71,7 @@ from fulgurite.capture import (
     matmul_rules,
     python_numbers,
     recurrent,
+    tensor_attributes,
 )
 from fulgurite.capture.foreach import lerp_in_place
 from fulgurite.capture.mixed_norms import (
@@ -142,6 +144,7 @@ def install() -> None:
     python_numbers.install()
     matmul_rules.install()
     recurrent.install()
+    tensor_attributes.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)
