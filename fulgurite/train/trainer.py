@@ -10,7 +10,7 @@ weights, optimizer, step and the number of skipped steps; the loader needs the s
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,6 +36,7 @@ from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
 from fulgurite.train.report import EXPLANATION_FILE
+from fulgurite.train.run_log import LOG_FILE, RunLog
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
@@ -44,7 +45,6 @@ from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
-LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 
 
@@ -209,7 +209,6 @@ class Trainer:
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
         LOG.warning("%s; skipped: %s", text, cause)
-        self.tell("skip", f"{text}: {cause}")
         if self.skipped > limit:
             raise NonFiniteError(
                 f"{self.skipped} steps were not finite; {text}",
@@ -306,23 +305,23 @@ class _closing(ExitStack):
 
 def train(config: TrainConfig) -> RunResult:
     """A whole run on this rank: it goes on from the newest checkpoint of `config.output`."""
-    config = resolve(config)
-    assert config.output is not None, "a run has a folder"
-    check_run(config)
-    folder = Path(config.output)
-    parts = build_parts(config)
-    view = make_view(config.log, config.steps or 1) if parts.is_first else None
-    if parts.is_first:
-        _log_to_file(folder / LOG_FILE)
-    trainer = Trainer(parts, view)
-    if view is not None:
-        view.start(describe_run(parts))
-    try:
-        is_finished = trainer.run(folder)
-    finally:
+    with RunLog(is_first=int(os.environ.get("RANK", "0")) == 0) as log:
+        config = resolve(config)
+        assert config.output is not None, "a run has a folder"
+        check_run(config)
+        folder = Path(config.output)
+        parts = build_parts(config)
+        log.open(folder / LOG_FILE)
+        view = make_view(config.log, config.steps or 1) if parts.is_first else None
+        trainer = Trainer(parts, view)
         if view is not None:
-            view.close()
-    return _finish(parts, trainer, is_finished)
+            view.start(describe_run(parts))
+        try:
+            is_finished = trainer.run(folder)
+        finally:
+            if view is not None:
+                view.close()
+        return _finish(parts, trainer, is_finished)
 
 
 def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
@@ -349,18 +348,6 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
     if close is not None:
         close()
     return result
-
-
-def _log_to_file(path: Path) -> None:
-    """Warnings and what was compiled also go to a file of the run."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.setLevel(logging.INFO)
-    for other in list(LOG.handlers):
-        if isinstance(other, logging.FileHandler):  # of an earlier run of this process
-            LOG.removeHandler(other)
-            other.close()
-    LOG.addHandler(handler)
 
 
 def describe_run(parts: Parts) -> str:

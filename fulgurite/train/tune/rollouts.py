@@ -72,6 +72,7 @@ def read_prompts(
         return PromptLine(ids, fields)
 
     lines = [line for _, line in convert_records(records, convert, bad)]
+    bad.report()
     if not lines:
         raise ArgumentError(
             "there are no prompts",
