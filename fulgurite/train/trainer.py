@@ -127,7 +127,7 @@ class Trainer:
             profiler = stack.enter_context(_closing(StepProfiler(self.config.log.profile, folder)))
             stop = stack.enter_context(StopRequest(self.layout.rank, self.layout.world_size))
             meter, saved, is_due = self._make_meter(), self.step, False
-            is_explained = False
+            is_explained = should_stop = False
             while self.step < self.steps:
                 profiler.before(self.step)
                 self._run_one(loader, meter, writer, receipt)
@@ -137,8 +137,10 @@ class Trainer:
                     meter.skip_time()
                 heartbeat.beat(self.step)
                 manager.check()
-                should_stop = stop.poll()
+                should_stop = should_stop or stop.poll()
                 is_due = is_due or _is_due(section.every, self.step)
+                if not loader.can_resume(self.step) and self.step < self.steps:
+                    continue
                 # weights that give no finite loss would replace the checkpoint to go back to
                 can_wait = self.skip_cause is not None
                 if (is_due and not can_wait) or should_stop or self.step == self.steps:

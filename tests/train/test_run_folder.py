@@ -14,9 +14,9 @@ from fulgurite.train.run_folder import LOCK, hold_run
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     with hold_run(tmp_path):
-        with pytest.raises(ArgumentError, match=f"in use by another run.*process {os.getpid()}"):
-            with hold_run(tmp_path):
-                pass
+        message = f"in use by another run.*process {os.getpid()}"
+        with pytest.raises(ArgumentError, match=message), hold_run(tmp_path):
+            pass
     with hold_run(tmp_path):
         pass
 
@@ -29,9 +29,8 @@ def test_the_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
             os.write(writer, b"x")
             signal.pause()
     os.read(reader, 1)
-    with pytest.raises(ArgumentError, match=f"process {child} "):
-        with hold_run(tmp_path):
-            pass
+    with pytest.raises(ArgumentError, match=f"process {child} "), hold_run(tmp_path):
+        pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with hold_run(tmp_path):
