@@ -38,7 +38,7 @@ from fulgurite.train.config_file import (
 )
 from fulgurite.train.data.tokenizer import LOCK
 from fulgurite.train.drill import run_drill
-from fulgurite.train.finish import EXPORT, TOKENIZER, RunResult, read_result, write_sample
+from fulgurite.train.finish import EXPORT, RESULT, TOKENIZER, RunResult, read_result, write_sample
 from fulgurite.train.metrics import read_metrics
 from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
@@ -54,6 +54,8 @@ RUNS = Path("runs")
 CONFIG_SUFFIXES = (".toml", ".py")
 DRILL_STEPS = 40
 DRILL_RANKS = 2
+# of a run that goes on: its folder and its tokenizer
+FIXED_FIELDS = ("size", "output", "data.tokenizer", "data.vocab_size")
 # options that are no fields of the config, and whether a value follows them
 OPTIONS = {"size": True, "ranks": True, "resume": True, "drill": False, "print-config": False}
 
@@ -147,14 +149,19 @@ def run_train(options: argparse.Namespace) -> None:
         if is_rank():
             train(config)  # torchrun started this process
             return
-        if options.ranks != 1:
-            status = supervise(config, options.ranks, train)
-            if status:
-                raise SystemExit(status)
-        else:
-            train(config)
+        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
         assert config.output is not None, "choose_output has set it"
-        print_summary(resolve(config, options.ranks), read_result(Path(config.output)))
+        folder = Path(config.output)
+        if not status or (folder / RESULT).is_file():  # else a signal came before the first step
+            print_summary(resolve(config, options.ranks), read_result(folder))
+    if status:
+        raise SystemExit(status)
+
+
+def _train(config: TrainConfig) -> int:
+    """A run in this process; its exit status: 0, or 128 + the signal that ended it."""
+    result = train(config)
+    return 128 + result.stopped_by if result.stopped_by is not None else 0
 
 
 def is_rank() -> bool:
@@ -191,7 +198,7 @@ def read_options(options: argparse.Namespace) -> TrainConfig:
 def _check_resumed(overrides: Sequence[tuple[str, str]]) -> None:
     """Raise for options that can't change a run that has begun."""
     for name, text in overrides:
-        if name in ("size", "output"):
+        if name in FIXED_FIELDS:
             raise ArgumentError(
                 f"--{name} {text} can't change a run that is resumed",
                 next=f"leave it out, or start a new run without --resume: --{name} {text}",

@@ -11,6 +11,7 @@ weights, optimizer, step and the number of skipped steps; the loader needs the s
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -66,6 +67,7 @@ class Trainer:
         self.skip_cause: str | None = None  # of the last steps, if they were not finite
         self.record: StepRecord | None = None
         self.evaluation: Evaluation | None = None
+        self.stopped_by: signal.Signals | None = None
         self.run_step = TrainStep(
             parts.loss_module, parts.model, parts.optimizer, parts.layout, config
         )
@@ -149,6 +151,7 @@ class Trainer:
                     meter.skip_time()
                     saved = self.step
                 if should_stop:
+                    self.stopped_by = stop.received or signal.SIGTERM  # or another rank got it
                     break
             if saved == self.step:
                 manager.wait()
@@ -342,6 +345,7 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
         skipped=trainer.skipped,
         export=None if export is None else str(export),
         task={} if record is None else dict(record.task),
+        stopped_by=None if is_finished else trainer.stopped_by,
     )
     if parts.is_first:
         result = keep_figures(result) if record is None else result
