@@ -114,9 +114,8 @@ class _OperationCounter:
             inside = _estimate_share(expression.bounds)
             shares[:2] = share * inside, share * (1 - inside)
         visited = tuple(map(self._visit, children, shares))
-        name: object = str(expression)
-        if isinstance(expression, Operation):
-            name = expression.name, expression.dtype
+        is_operation = isinstance(expression, Operation)  # the text of one has all that is below it
+        name = (expression.name, expression.dtype) if is_operation else str(expression)
         key = self.ids.setdefault((name, visited), len(self.ids))
         if isinstance(expression, Load) or self.gathered.intersection(visited):
             self.gathered.add(key)
