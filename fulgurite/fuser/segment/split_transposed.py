@@ -12,12 +12,15 @@ Every kernel then has contiguous accesses: pointwise kernels are tiled where the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fulgurite.fuser.ir import cost
-from fulgurite.fuser.segment.loop_structure import LoopStructure, StatementInfo
+from fulgurite.fuser.segment.loop_structure import LoopStructure, Read, StatementInfo
 from fulgurite.fuser.segment.state import Segment, Segmentation
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 ROW_VALUES = ("row_reduction", "row")
+LoopMap = frozenset[tuple[int | None, int | None]]
 REASON = "{} runs across what the kernel reads in memory"
 
 
@@ -86,11 +89,9 @@ def _find_loads_across(state: Segmentation, segment_id: int) -> list[tuple[str, 
     stored = [n for n in state.find_stored(segment_id) if structure.roles[n] == "body"]
     readers: dict[str, list[str]] = {}
     loop_of: dict[str, int | None] = {}
-    for info in members.values():
-        for read in info.reads:
-            if read.name not in members:
-                readers.setdefault(read.name, []).append(info.name)
-                loop_of[read.name] = _contiguous_loop(state, read.name, read.loops)
+    for read, reader in _list_loads(structure):
+        readers.setdefault(read.name, []).append(reader)
+        loop_of[read.name] = _contiguous_loop(state, read.name, read.loops)
     large = max((state.bytes[name] for name in readers), default=0) // 2
     weights: dict[int | None, int] = {}
     for name in (*readers, *stored):
@@ -133,13 +134,34 @@ def _find_results_across(
     )  # what is smaller is read again and again
     loads = {
         _contiguous_loop(state, read.name, read.loops)
-        for info in members.values()
-        for read in info.reads
-        if read.name not in members and state.bytes[read.name] >= large
+        for read, _ in _list_loads(structure)
+        if state.bytes[read.name] >= large
     }
     if len(loads) != 1 or None in loads:
         return []
     return [name for name in results if _result_loop(state, members[name]) not in loads]
+
+
+def _list_loads(structure: LoopStructure) -> list[tuple[Read, str]]:
+    """Reads of memory over the loops that run, each with its reader.
+
+    An inlined value, such as a part of a cat, has axes of its own: it is read over the loops of its readers.
+    """
+    members = structure.statements
+    found: list[tuple[Read, str]] = []
+    uses: dict[str, set[LoopMap]] = {}  # of inlined values: their loops -> those of a reader
+    for name, info in reversed(members.items()):
+        is_inlined = structure.roles[name] == "inline"
+        for use in uses.get(name, set()) if is_inlined else {LoopMap()}:
+            loop_of = dict(use)
+            for read in info.reads:
+                loops = tuple(loop_of.get(loop, loop) for loop in read.loops)
+                if read.name not in members:
+                    found.append((replace(read, loops=loops), name))
+                elif structure.roles[read.name] == "inline":
+                    pairs = zip(members[read.name].result_loops, loops, strict=True)
+                    uses.setdefault(read.name, set()).add(frozenset(pairs))
+    return found
 
 
 def _result_loop(state: Segmentation, info: StatementInfo) -> int | None:
@@ -159,7 +181,11 @@ def _find_pointwise_kernel(
     state: Segmentation, results: list[str], structure: LoopStructure
 ) -> list[str] | None:
     """The statements that compute results from memory and the values of rows; None: it can't be."""
-    rows = {name for name, role in structure.roles.items() if role in ROW_VALUES}
+    rows = {
+        name
+        for name, role in structure.roles.items()
+        if role in ROW_VALUES and not state.statements[name].is_constant  # no kernel stores those
+    }
     others = state.statements.keys() - structure.statements.keys()  # in memory
     found: dict[str, None] = {}
     for name in results:
