@@ -114,8 +114,11 @@ class _OperationCounter:
             inside = _estimate_share(expression.bounds)
             shares[:2] = share * inside, share * (1 - inside)
         visited = tuple(map(self._visit, children, shares))
-        is_operation = isinstance(expression, Operation)  # the text of one has all that is below it
-        name = (expression.name, expression.dtype) if is_operation else str(expression)
+        name: object
+        if isinstance(expression, Operation):  # not its text, which has all that is below it
+            name = expression.name, expression.dtype
+        else:
+            name = str(expression)
         key = self.ids.setdefault((name, visited), len(self.ids))
         if isinstance(expression, Load) or self.gathered.intersection(visited):
             self.gathered.add(key)
