@@ -23,6 +23,7 @@ from torch import _guards
 from torch._C import (
     DispatchKey,
     _dispatch_tls_is_dispatch_key_included,
+    _get_tracing_state,
     _len_torch_dispatch_stack,
 )
 from torch._dynamo import exc
@@ -107,12 +108,13 @@ def collect_breaks(
 
 
 def is_capturing() -> bool:
-    """Whether this thread captures the code that runs now, or computes forward-mode derivatives.
+    """Whether this thread captures the code that runs now (also by `torch.jit.trace`), or computes
+    forward-mode derivatives.
 
     `torch.compiler.is_compiling()` is also true while another thread compiles. Forward-mode derivatives
     are attached to tensors, where generated kernels don't see them.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or _get_tracing_state() is not None:
         return True
     if not _may_trace():  # 0.1 µs instead of 0.4
         return False

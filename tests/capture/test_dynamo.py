@@ -100,6 +100,14 @@ def test_exporting_a_compiled_module_exports_the_module():
         torch.testing.assert_close(exported(ANY), compiled(ANY))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_jit_traces_the_original():
+    module, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    compiled, function = fulgurite.compile(module), fulgurite.compile(torch.relu)
+    torch.testing.assert_close(torch.jit.trace(compiled, x)(x), module(x))
+    torch.testing.assert_close(torch.jit.trace(function, x)(x), x.relu())
+
+
 def test_guards_are_timed_only_for_their_log(monkeypatch):
     timed: list[int] = []
     monkeypatch.setattr(dynamo, "_profile_guard_manager", lambda *args: timed.append(1) or 1.0)

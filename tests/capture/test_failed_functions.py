@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.variables import TensorVariable
@@ -57,3 +60,31 @@ def test_errors_of_the_program_are_its_own(monkeypatch):
         compiled(torch.ones(2), 1)
     with pytest.raises(IndexError, match="list index out of range"):
         compiled(torch.ones(2), 5)
+
+
+ASYNCHRONOUS = """
+import asyncio, gc, torch, fulgurite
+
+async def double(x):
+    return x * 2
+
+async def count(x):
+    for k in range(3):
+        yield x + k
+
+async def collect(generator):
+    return [x async for x in generator]
+
+coroutine, generator = map(fulgurite.compile, (double, count))
+x = torch.ones(2)
+for _ in range(3):
+    assert asyncio.run(coroutine(x)).tolist() == [2, 2]
+    assert [y[0].item() for y in asyncio.run(collect(generator(x)))] == [1, 2, 3]
+    gc.collect()
+"""
+
+
+def test_coroutines_run_in_eager_mode():
+    """In a process of its own: a captured coroutine makes a later garbage collection crash."""
+    result = subprocess.run([sys.executable, "-c", ASYNCHRONOUS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
