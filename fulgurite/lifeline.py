@@ -13,6 +13,9 @@ import its modules, hold the GIL, wait in a collective, or be stopped.
 
 PR_SET_PDEATHSIG would kill a child when the thread that started it ends, and the child of a fork server
 when that server ends.
+
+Only Linux sends such a signal. On other systems children that outlive this process end when they next
+talk to it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
@@ -38,11 +42,12 @@ class Lifeline:
 
     def attach(self, pid: int) -> None:
         """Kill this process with the calling one. It must have got a copy of `child_end`."""
-        end = self.child_end.fileno()
-        # These belong to the pipe's end, and so to the child's copy of it, too.
-        fcntl.fcntl(end, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+        if sys.platform == "linux":
+            end = self.child_end.fileno()
+            # These belong to the pipe's end, and so to the child's copy of it, too.
+            fcntl.fcntl(end, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
         self.child_end.close()
 
     def close(self) -> None:

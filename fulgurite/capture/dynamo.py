@@ -51,6 +51,8 @@ def optimize(
     limit: int = RECOMPILE_LIMIT,
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when called."""
+    if isinstance(function, torch.jit.ScriptModule):
+        function = _make_caller(function)
     dynamo_fixes.install()
     native_guards.install()
     _attach_break_listener()
@@ -76,6 +78,11 @@ def optimize(
         backend,
         find_inline_wrapper(function, captured),
     )
+
+
+def _make_caller(module: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a TorchScript module: a graph break, where `torch.compile` refuses the module."""
+    return lambda *args, **kwargs: module(*args, **kwargs)
 
 
 def collect_breaks(

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fulgurite.cudagraph.attention_seeds import find_seeded_function
 from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
-from fulgurite.kernels.conv import direct
+from fulgurite.kernels.conv import direct, gradients
 from fulgurite.kernels.conv import ops as conv_ops
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import fake_value, set_aten_op
@@ -65,6 +65,8 @@ class TorchExecutor(Executor):
 OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     conv_ops.packed_conv.overload: direct.packed_conv,
     conv_ops.packed_linear.overload: direct.packed_linear,
+    gradients.packed_conv_transpose.overload: direct.packed_conv_transpose,
+    gradients.conv_weight_gradient.overload: direct.conv_weight_gradient,
 }
 _DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}
 _EQUIVALENT_OPS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}

@@ -1,6 +1,6 @@
-"""Convolutions and linears with packed weights as instructions.
+"""Convolutions and linears with packed weights, and gradients of convolutions, as instructions.
 
-In: a call of `fulgurite::packed_conv` or `packed_linear` in a final trace. Out: a check of the input's layout, an
+In: a call of one of `PACKED_OPS` in a final trace. Out: a check of the input's layout, an
 allocation, and a call of the C++ kernel (`kernels/conv/cpu.py`).
 """
 
@@ -16,10 +16,15 @@ from fulgurite.config import read_env
 from fulgurite.device import num_cpu_threads
 from fulgurite.host.expression import Unsupported
 from fulgurite.host.words import Argument, Op, StepWriter
-from fulgurite.kernels.conv import cpu, ops
+from fulgurite.kernels.conv import cpu, gradients, ops
 from fulgurite.trace.node_meta import fake_value
 
-PACKED_OPS = (ops.packed_conv.overload, ops.packed_linear.overload)
+PACKED_OPS = (
+    ops.packed_conv.overload,
+    ops.packed_linear.overload,
+    gradients.packed_conv_transpose.overload,
+    gradients.conv_weight_gradient.overload,
+)
 
 
 class _Lowering(Protocol):
@@ -42,13 +47,20 @@ def write_packed_call(
     arguments   of the op, in the order of its schema
     out         the node, and the slot of its value
     """
-    x, weight, bias, residual, *rest = arguments
     result, slot = fake_value(out[0]), out[1]
-    if op is ops.packed_conv.overload:
-        name = cpu.kernel_name(fake_value(x).shape[1], rest[0], rest[4])
-        numbers = cpu.conv_numbers(fake_value(x), *rest)
+    if op is gradients.conv_weight_gradient.overload:
+        gradient, x, *rest = arguments
+        weight, bias, residual = gradient, None, None
+        value = fake_value(gradient)
+        if value.stride() != cpu.channels_last_strides(value.shape):
+            raise Unsupported("a gradient in another layout")
+        assert result.is_contiguous(), "so says its fake rule"
+        _check_layout(lowering, gradient, value, writer)
+        name = cpu.WEIGHT_GRADIENT if rest[-1] == 1 else cpu.DEPTHWISE_WEIGHT_GRADIENT
+        numbers = cpu.weight_gradient_numbers(value, fake_value(x), *rest[:-1])
     else:
-        name, numbers = cpu.CONV, cpu.linear_numbers(fake_value(x), *rest)
+        x, weight, bias, residual, *rest = arguments
+        name, numbers = _find_kernel(op, fake_value(x), rest)
     _check_layout(lowering, x, fake_value(x), writer)
     if residual is not None:
         if fake_value(residual).stride() != result.stride():
@@ -72,6 +84,15 @@ def write_packed_call(
         raise kernel.make_error(status)
 
     return raise_error
+
+
+def _find_kernel(op: Any, x: torch.Tensor, rest: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
+    """The kernel of a packed call, and its numbers."""
+    if op is ops.packed_conv.overload:
+        return cpu.kernel_name(x.shape[1], rest[0], rest[4]), cpu.conv_numbers(x, *rest)
+    if op is gradients.packed_conv_transpose.overload:
+        return cpu.TRANSPOSE, cpu.transpose_numbers(x, *rest)
+    return cpu.CONV, cpu.linear_numbers(x, *rest)
 
 
 def _check_layout(

@@ -3,8 +3,8 @@
 In: a node of a functional graph. Out: a `LibraryCall`: the product, with the scale and shift of a batch
 norm, the residual and the activation that become part of the kernel.
 
-Left to torch: other dtypes than float32, transposed and 3-d convolutions, groups of few channels, small
-weights, and weights that are computed from inputs.
+Left to torch: other dtypes than float32, 3-d convolutions, groups of few channels, transposed convolutions with
+stride and dilation or of symbolic sizes, small weights, and weights that are computed from inputs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 class LibraryCall:
     """A convolution or linear, and what is fused with it.
 
-    weight     [O, I / groups, ...] of a convolution; of a linear [I, O]
+    weight     [O, I / groups, ...] of a convolution; [I, O / groups, ...] of a transposed one; of a linear [I, O]
     geometry   stride, padding and dilation; empty: a linear
+    size       of the images that a transposed convolution returns; empty: it is none
     last       the node whose value the call computes
     """
 
@@ -45,6 +46,7 @@ class LibraryCall:
     last: fx.Node
     groups: int = 1
     geometry: tuple[list[int], ...] = ()
+    size: tuple[int, ...] = ()
     scale: fx.Node | None = None  # of output channels, before the bias
     residual: fx.Node | None = None
     activation: str = NONE
@@ -64,7 +66,7 @@ def match_library_call(node: fx.Node) -> LibraryCall | None:
 
 def _match_conv(node: fx.Node) -> LibraryCall | None:
     x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
-    if transposed or not _is_float32(x) or not _is_frozen_weight(weight):
+    if not _is_float32(x) or not _is_frozen_weight(weight):
         return None
     if bias is not None and not (_is_float32(bias) and is_frozen(bias)):
         return None
@@ -73,11 +75,19 @@ def _match_conv(node: fx.Node) -> LibraryCall | None:
         return None
     if not isinstance(groups, int) or shape.numel() == 0:
         return None
-    is_depthwise = packing.is_depthwise(shape[0], shape[1] * groups, groups)
-    if groups != 1 and not is_depthwise and shape[0] // groups < MIN_GROUP_CHANNELS:
-        return None
     geometry = tuple(list(numbers) for numbers in (stride, padding, dilation))  # type: ignore[arg-type]
     if not all(isinstance(n, int) for numbers in geometry for n in numbers):
+        return None
+    if transposed:
+        size = tuple(fake_value(node).shape[2:])
+        is_unsupported = any(s > 1 and d > 1 for s, d in zip(geometry[0], geometry[2], strict=True))
+        if is_unsupported or (groups > 1 and shape[1] < MIN_GROUP_CHANNELS):
+            return None
+        if not all(isinstance(n, int) for n in size):
+            return None
+        return LibraryCall(node, x, weight, bias, node, groups, geometry, size)  # type: ignore[arg-type]
+    is_depthwise = packing.is_depthwise(shape[0], shape[1] * groups, groups)
+    if groups != 1 and not is_depthwise and shape[0] // groups < MIN_GROUP_CHANNELS:
         return None
     return LibraryCall(node, x, weight, bias, node, groups, geometry)  # type: ignore[arg-type]
 

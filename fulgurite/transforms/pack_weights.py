@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fulgurite.kernels.conv import cpu, ops, packing
+from fulgurite.kernels.conv import cpu, gradients, ops, packing
 from fulgurite.kernels.recurrent import cpu as recurrent_cpu
 from fulgurite.kernels.recurrent.ops import recurrence
 from fulgurite.native import find_compiler
@@ -52,7 +52,11 @@ aten = torch.ops.aten
 MEMORY_DIVISOR = 8  # packed weights of a graph take at most this part of the memory
 MAX_LAYERS = 64  # layers that a graph is expected to run at most: few models have more
 REASON = "float32 convolutions and linears, which run without reordering their weights"
-PACKING_OPS = (ops.pack_weight.overload, ops.pack_bias.overload)
+PACKING_OPS = (
+    ops.pack_weight.overload,
+    ops.pack_bias.overload,
+    gradients.pack_transposed_weight.overload,
+)
 
 
 def has_library_calls(trace: Trace) -> bool:
@@ -124,7 +128,10 @@ def _replace_call(call: LibraryCall) -> fx.Node:
         return graph.call_function(target, args)
 
     with graph.inserting_before(call.last):
-        new = _add_conv(call, add) if call.geometry else _add_linear(call, add)
+        if call.size:
+            new = _add_transposed(call, add)
+        else:
+            new = _add_conv(call, add) if call.geometry else _add_linear(call, add)
     copy_location(call.node, new)
     call.last.replace_all_uses_with(new)
     return new
@@ -146,6 +153,28 @@ def _add_conv(call: LibraryCall, add: Any) -> fx.Node:
         ops.packed_conv.overload, x, weight, bias, call.residual,
         [out_channels, *ones, *value.shape[2:]], [*ones, *stride],
         [0, *padding] if is_1d else padding, [*ones, *dilation], call.groups,
+        call.activation, list(call.parameters), call.scale is not None,
+    )  # fmt: skip
+    return add(aten.squeeze.dim, new, 2) if is_1d else new
+
+
+def _add_transposed(call: LibraryCall, add: Any) -> fx.Node:
+    value = fake_value(call.weight)
+    out_channels = value.shape[1] * call.groups
+    is_1d = value.dim() == 3
+    source = add(aten.unsqueeze.default, call.weight, 2) if is_1d else call.weight
+    ones = [1] if is_1d else []
+    stride, padding, dilation = call.geometry
+    stride = [*ones, *stride]
+    weight = add(gradients.pack_transposed_weight.overload, source, call.groups, stride)
+    bias = None
+    if call.bias is not None:
+        bias = add(ops.pack_bias.overload, call.bias, call.scale, call.groups)
+    new = add(
+        gradients.packed_conv_transpose.overload,
+        add(aten.unsqueeze.default, call.x, 2) if is_1d else call.x, weight, bias, call.residual,
+        [out_channels, *ones, *value.shape[2:]], stride, [0, *padding] if is_1d else padding,
+        [*ones, *dilation], call.groups, [*ones, *call.size],
         call.activation, list(call.parameters), call.scale is not None,
     )  # fmt: skip
     return add(aten.squeeze.dim, new, 2) if is_1d else new
@@ -174,7 +203,7 @@ def _add_linear(call: LibraryCall, add: Any) -> fx.Node:
 def _freeze_packed_weights(module: fx.GraphModule) -> None:
     """Compute packed weights, and what they are computed from, in one region that runs once."""
     packed = list(filter(_is_frozen_packing, module.graph.nodes))
-    count = sum(node.target is ops.pack_weight.overload for node in packed)
+    count = sum(node.target is not ops.pack_bias.overload for node in packed)
     inner, inputs = _extract_frozen(module, packed)
     size = sum(value_bytes(fake_value(node)) for node in packed)
     summary = f"{format_count(count, 'weight')} packed once   {format_bytes(size)}"

@@ -38,6 +38,7 @@ from fulgurite.trace.node_meta import (
 from fulgurite.trace.subgraph import is_subgraph_result
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.attention_masks import fold_masks_in_graph
+from fulgurite.transforms.conv_training import use_channels_last
 from fulgurite.transforms.cross_entropy import recompute_log_softmax_in_backward
 from fulgurite.transforms.max_pool import use_int8_offsets
 from fulgurite.transforms.relu_backward import recompute_relu_masks
@@ -65,6 +66,7 @@ def make_partitioner(policy: Remat) -> Partition:
         fold_masks_in_graph(joint.graph)
         _recompute_casts(joint.graph)
         _drop_running_statistics(joint.graph)
+        use_channels_last(joint)
         use_int8_offsets(joint)
         if policy != "none":  # these recompute, if only from tensors that are read anyway
             recompute_relu_masks(joint)

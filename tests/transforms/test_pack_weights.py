@@ -158,6 +158,9 @@ CASES = {
     "strided": nn.Conv2d(8, 33, (3, 5), stride=(2, 3), padding=(1, 0)),
     "1d": nn.Conv1d(8, 40, 3, padding=1),
     "1x1": nn.Conv2d(24, 96, 1, bias=False),
+    "transposed": nn.ConvTranspose2d(24, 33, 4, stride=2, padding=1, output_padding=1),
+    "transposed, smaller than its stride": nn.ConvTranspose2d(8, 20, 2, stride=3),
+    "1d transposed": nn.ConvTranspose1d(16, 40, 3, stride=2, bias=False),
 }
 
 
@@ -166,7 +169,7 @@ CASES = {
 def test_convolutions_are_packed(name):
     conv = CASES[name]
     net = nn.Sequential(conv, nn.Hardswish()).eval()
-    sizes = (13,) if name == "1d" else (13, 11)
+    sizes = (13,) if "1d" in name else (13, 11)
     x = torch.randn(2, conv.in_channels, *sizes)
     compiled = fulgurite.compile(net)
     check_close(compiled, net, x)
@@ -175,7 +178,7 @@ def test_convolutions_are_packed(name):
 
 
 LEFT = {
-    "transposed": (nn.ConvTranspose2d(8, 24, 3, stride=2), (2, 8, 5, 6)),
+    "transposed, dilated": (nn.ConvTranspose2d(8, 24, 3, 2, dilation=2), (2, 8, 5, 6)),
     "3d": (nn.Conv3d(3, 16, 3), (1, 3, 5, 6, 7)),
     "small groups": (nn.Conv2d(32, 32, 3, groups=8), (1, 32, 6, 6)),
     "small linear": (nn.Linear(8, 16), (2, 8)),

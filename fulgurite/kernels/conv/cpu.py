@@ -1,4 +1,4 @@
-"""Calls of the C++ kernels of packed convolutions and linears (`include/conv.h`).
+"""Calls of the C++ kernels of packed convolutions and linears (`include/conv.h`), and of gradients.
 
 In: float32 tensors on the CPU. Out: a new tensor, channels-last for convolutions, or `NotImplemented`
 where no kernel supports the arguments.
@@ -21,12 +21,20 @@ from fulgurite import device, native, replay
 from fulgurite.errors import FulguriteError
 from fulgurite.kernels.common.cpu_library import build_translation_unit
 from fulgurite.kernels.conv.activations import ACTIVATION_CODES
-from fulgurite.kernels.conv.packing import bias_size, is_depthwise, panel_vectors
+from fulgurite.kernels.conv.packing import (
+    bias_size,
+    is_depthwise,
+    packed_size,
+    panel_vectors,
+)
 from fulgurite.native import find_compiler
 
-HEADERS = ("vec16.h", "epilogue.h", "conv.h")
-CONV, DEPTHWISE = "conv", "depthwise_conv"
+HEADERS = ("vec16.h", "epilogue.h", "conv.h", "conv_transpose.h", "conv_gradient.h")
+CONV, DEPTHWISE, TRANSPOSE = "conv", "depthwise_conv", "conv_transpose"
+WEIGHT_GRADIENT, DEPTHWISE_WEIGHT_GRADIENT = "conv_weight_gradient", "depthwise_weight_gradient"
+PACK = "pack_conv_weight"
 _pack_arguments = struct.Struct("31q").pack
+_pack_packing = struct.Struct("15q").pack
 
 
 def start_build() -> None:
@@ -41,7 +49,7 @@ def _source() -> str:
 
 @functools.cache
 def load_kernel(name: str) -> replay.NativeKernel:
-    """The kernel `CONV` or `DEPTHWISE`."""
+    """The kernel `CONV`, `DEPTHWISE` and so on."""
     return replay.NativeKernel(native.load(_source()), name, f"packed_{name}", _no_memory)
 
 
@@ -84,6 +92,64 @@ def conv_numbers(
         *stride, *padding, *dilation, groups, ACTIVATION_CODES[activation],
         *_parameter_bits(tuple(parameters)), panel_vectors(filters[0] // groups),
         bias_size(filters[0], x.shape[1], groups) if is_scaled else 0,
+    )  # fmt: skip
+
+
+def transpose_numbers(
+    x: Tensor,
+    filters: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    size: Sequence[int],
+    activation: str,
+    parameters: Sequence[float],
+    is_scaled: bool,
+) -> tuple[Any, ...]:
+    """The numbers of a transposed convolution, in the order of `conv_numbers`."""
+    return (
+        *x.shape, *x.stride(), filters[0], *size, *filters[1:],
+        *stride, *padding, *dilation, groups, ACTIVATION_CODES[activation],
+        *_parameter_bits(tuple(parameters)), panel_vectors(filters[0] // groups),
+        bias_size(filters[0], x.shape[1], groups) if is_scaled else 0,
+    )  # fmt: skip
+
+
+def weight_gradient_numbers(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[Any, ...]:
+    """The numbers of a weight's gradient, in the order of `conv_numbers`."""
+    return (
+        *x.shape, *x.stride(), *gradient.shape[1:], *kernel,
+        *stride, *padding, *dilation, 1, 0, 0, 0, 1, 0,
+    )  # fmt: skip
+
+
+def packing_numbers(weight: Tensor, groups: int, phases: Sequence[int] = (0, 0)) -> tuple[Any, ...]:
+    """The numbers of `PACK`.
+
+    weight   [O, I / groups, kh, kw], or [O, I]; of a transposed convolution [I, O / groups, kh, kw]
+    phases   the strides of a transposed convolution; zeros: none
+    """
+    kernel = (*weight.shape[2:], 1, 1)[:2] if weight.dim() > 2 else (1, 1)
+    steps = (*weight.stride()[2:], 0, 0)[:2] if weight.dim() > 2 else (0, 0)
+    if weight.dim() == 3:  # one dimension: a row
+        kernel, steps = (1, weight.shape[2]), (0, weight.stride(2))
+    first, second = weight.shape[0] // groups, weight.shape[1]
+    by_first, by_second = weight.stride()[:2]
+    if phases[0]:
+        rows, channels, by_row, by_channel = second, first, by_second, by_first
+    else:
+        rows, channels, by_row, by_channel = first, second, by_first, by_second
+    return (
+        rows, channels, groups, *kernel, by_row, by_channel, *steps, first * by_first, *phases,
+        panel_vectors(rows),
     )  # fmt: skip
 
 
@@ -150,6 +216,84 @@ def packed_linear(
         residual = residual.contiguous()
     numbers = linear_numbers(x, features, activation, parameters)
     _run(CONV, (x, weight, bias, residual, out), numbers)
+    return out
+
+
+def packed_conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    filters: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    size: list[int],
+    activation: str,
+    parameters: list[float],
+    is_scaled: bool,
+) -> Any:
+    """`fulgurite::packed_conv_transpose`."""
+    if x.dtype != torch.float32 or find_compiler() is None:
+        return NotImplemented
+    shape = (x.shape[0], filters[0], *size)
+    out = torch.empty_strided(shape, channels_last_strides(shape))
+    if residual is not None and residual.stride() != out.stride():
+        residual = torch.empty_like(out).copy_(residual)
+    numbers = transpose_numbers(
+        x, filters, stride, padding, dilation, groups, size, activation, parameters, is_scaled
+    )
+    _run(TRANSPOSE, (x, weight, bias, residual, out), numbers)
+    return out
+
+
+def conv_weight_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Any:
+    """`fulgurite::conv_weight_gradient`."""
+    if x.dtype != torch.float32 or find_compiler() is None:
+        return NotImplemented
+    if gradient.stride() != channels_last_strides(gradient.shape):
+        shape = tuple(gradient.shape)
+        gradient = torch.empty_strided(shape, channels_last_strides(shape)).copy_(gradient)
+    out = torch.empty((gradient.shape[1], x.shape[1] // groups, *kernel))
+    numbers = weight_gradient_numbers(gradient, x, kernel, stride, padding, dilation)
+    name = WEIGHT_GRADIENT if groups == 1 else DEPTHWISE_WEIGHT_GRADIENT
+    _run(name, (x, gradient, None, None, out), numbers)
+    return out
+
+
+def pack_weight(weight: Tensor, groups: int) -> Any:
+    """`fulgurite::pack_weight`."""
+    taps = weight[0, 0].numel() if weight.numel() else 0
+    is_vector = is_depthwise(weight.shape[0], weight.shape[1] * groups, groups)
+    if weight.dtype != torch.float32 or is_vector or taps == 0 or find_compiler() is None:
+        return NotImplemented
+    size = packed_size(weight.shape[0], weight.shape[1] * groups, taps, groups)
+    return _pack(weight, size, packing_numbers(weight, groups))
+
+
+def pack_transposed_weight(weight: Tensor, groups: int, stride: list[int]) -> Any:
+    """`fulgurite::pack_transposed_weight`."""
+    if weight.dtype != torch.float32 or find_compiler() is None:
+        return NotImplemented
+    channels, columns, *kernel = weight.shape
+    taps = kernel[0] * kernel[1]
+    size = packed_size(columns * groups, channels, taps, groups, can_be_depthwise=False)
+    return _pack(weight, size, packing_numbers(weight, groups, stride))
+
+
+def _pack(weight: Tensor, size: int, numbers: Sequence[int]) -> Tensor:
+    out = torch.empty(size)
+    arguments = _pack_packing(weight.data_ptr(), out.data_ptr(), *numbers)
+    load_kernel(PACK)(arguments, (weight, out))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Packed convolutions and linears without torch's dispatcher: what final traces call.
+"""Packed convolutions and linears, and their gradients, without torch's dispatcher: what final traces call.
 
 In and out: as the operators of `ops.py`. Plain tensors go straight to the C++ kernel; FakeTensors, other
 subclasses, and what no kernel supports, to the operator.
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fulgurite.kernels.conv import cpu, ops
+from fulgurite.kernels.conv import cpu, gradients, ops
 
 PLAIN = (Tensor, nn.Parameter)
 
@@ -27,3 +27,21 @@ def packed_linear(x: Tensor, *arguments: Any) -> Tensor:
     result: Any = cpu.packed_linear(x, *arguments) if type(x) in PLAIN else NotImplemented
     out: Tensor = ops.packed_linear(x, *arguments) if result is NotImplemented else result
     return out
+
+
+def conv_weight_gradient(gradient: Tensor, *arguments: Any) -> Tensor:
+    """`fulgurite::conv_weight_gradient`."""
+    is_plain = type(gradient) in PLAIN
+    result: Any = cpu.conv_weight_gradient(gradient, *arguments) if is_plain else NotImplemented
+    if result is NotImplemented:
+        result = gradients.conv_weight_gradient(gradient, *arguments)
+    return result  # type: ignore[no-any-return]
+
+
+def packed_conv_transpose(x: Tensor, *arguments: Any) -> Tensor:
+    """`fulgurite::packed_conv_transpose`."""
+    is_plain = type(x) in PLAIN
+    result: Any = cpu.packed_conv_transpose(x, *arguments) if is_plain else NotImplemented
+    if result is NotImplemented:
+        result = gradients.packed_conv_transpose(x, *arguments)
+    return result  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from fulgurite.kernels.conv import cpu, packing
 from fulgurite.kernels.conv.activations import apply_activation
 from fulgurite.op import op
 
+PACK_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.pack_weight}
 PACKED_CONV_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.packed_conv}
 PACKED_LINEAR_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.packed_linear}
 
@@ -27,7 +28,10 @@ PACKED_LINEAR_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.packed_linear}
 @op("fulgurite::pack_weight")
 def pack_weight(weight: Tensor, groups: int) -> Tensor:
     """The panels of a weight."""
-    return packing.pack_weight(weight, groups)
+    out: Tensor = registry.dispatch(
+        PACK_KERNELS, weight.device, packing.pack_weight, weight, groups
+    )
+    return out
 
 
 @pack_weight.fake

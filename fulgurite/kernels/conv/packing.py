@@ -10,6 +10,8 @@ the one before it, so that no channel is padded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +43,11 @@ def pack_weight(weight: Tensor, groups: int) -> Tensor:
     weight = weight.reshape(*weight.shape[:2], -1).float()  # [O, I / groups, taps]
     if is_depthwise(weight.shape[0], weight.shape[1] * groups, groups):
         return _pack_depthwise(weight.reshape(groups, -1))
+    return _pack_panels(weight, groups)
+
+
+def _pack_panels(weight: Tensor, groups: int) -> Tensor:
+    """Pack filters [O, I / groups, taps] in panels."""
     rows = weight.shape[0] // groups
     depth = weight.shape[1] * weight.shape[2]
     filters = weight.transpose(1, 2).reshape(groups, rows, depth)
@@ -57,9 +64,28 @@ def _pack_depthwise(filters: Tensor) -> Tensor:
     return torch.stack([filters[start : start + LANES].t() for start in starts]).reshape(-1)
 
 
-def packed_size(out_channels: int, in_channels: int, taps: int, groups: int) -> int:
+def pack_transposed(weight: Tensor, groups: int, stride: Sequence[int]) -> Tensor:
+    """Pack the weight [I, O / groups, kh, kw] of a transposed convolution: a filter for each phase.
+
+    Positions with the same remainder by the stride read the same rows of the filter, the last first.
+    """
+    channels, rows = weight.shape[:2]
+    filters = weight.float().reshape(groups, channels // groups, rows, *weight.shape[2:])
+    filters = filters.transpose(1, 2).reshape(groups * rows, channels // groups, *weight.shape[2:])
+    phases = [
+        filters[:, :, h :: stride[0], w :: stride[1]].flip(2, 3)
+        for h in range(stride[0])
+        for w in range(stride[1])
+    ]
+    packed = [_pack_panels(phase.flatten(2), groups) for phase in phases]
+    return torch.cat(packed)
+
+
+def packed_size(
+    out_channels: int, in_channels: int, taps: int, groups: int, can_be_depthwise: bool = True
+) -> int:
     """Elements of a packed weight."""
-    if is_depthwise(out_channels, in_channels, groups):
+    if can_be_depthwise and is_depthwise(out_channels, in_channels, groups):
         return pad_channels(out_channels) * taps
     return groups * pad_channels(out_channels // groups) * (in_channels // groups) * taps
 

@@ -17,13 +17,14 @@ const int64_t PANEL_BYTES = 256 << 10;  // of a panel that stays in L2 while a b
 
 struct Conv {
   const float *x, *weight, *residual;
-  float* out;
+  float* out;                                   // channels are neighbours
   int64_t batch, channels, height, width;       // of the input
   int64_t x_n, x_c, x_h, x_w;                   // its strides
   int64_t out_channels, out_height, out_width;
   int64_t kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   int64_t groups, threads;
   Epilogue epilogue;
+  int64_t out_n, out_h, out_w;                  // strides of the output, and of the residual
 };
 
 INLINE Conv read_conv(const int64_t* a) {
@@ -33,6 +34,9 @@ INLINE Conv read_conv(const int64_t* a) {
   const float low = __builtin_bit_cast(float, (int32_t)a[26]), high = __builtin_bit_cast(float, (int32_t)a[27]);
   const float* bias = (const float*)a[2];
   c.epilogue = Epilogue{bias, a[29] ? bias + a[29] : nullptr, a[25], low, high};
+  c.out_w = c.out_channels;
+  c.out_h = c.out_width * c.out_w;
+  c.out_n = c.out_height * c.out_h;
   return c;
 }
 
@@ -178,7 +182,7 @@ struct Pixels {
   const float* x;
   float* out;
   const float* residual;             // null, or in the layout of `out`
-  int64_t out_pixel;                 // stride
+  int64_t out_row, out_column;       // strides
 };
 
 template <int VECTORS, int ROWS>
@@ -193,8 +197,9 @@ static void multiply_panel(const Pixels& p, const Run* runs, int64_t num_runs, c
     const int rows = left >= ROWS ? ROWS : left >= 4 && ROWS > 4 ? 4 : left >= 2 ? 2 : 1;
     for (int m = 0; m < rows; ++m) {
       x[m] = p.x + row * p.x_row + column * p.x_column;
-      out[m] = p.out + (first + m) * p.out_pixel;
-      residual[m] = p.residual + (first + m) * p.out_pixel;
+      const int64_t to = row * p.out_row + column * p.out_column;
+      out[m] = p.out + to;
+      residual[m] = p.residual + to;
       if (++column == p.per_row) column = 0, ++row;
     }
     const Tile tile = {out, p.residual ? residual : nullptr, columns, total + first * VECTORS * LANES, is_first, is_last};
@@ -236,32 +241,40 @@ static int64_t next_runs(const Conv& c, const Band& band, int vectors, int64_t* 
 
 // ---- rows of the input, copied where the main loop can't read them in place -------------------------
 
+INLINE int64_t filter_height(const Conv& c) { return (c.kernel_h - 1) * c.dilation_h + 1; }
+// columns of the input that a row of outputs reads, from -pad_w on
+INLINE int64_t band_columns(const Conv& c) { return (c.out_width - 1) * c.stride_w + (c.kernel_w - 1) * c.dilation_w + 1; }
+
 INLINE int needs_band(const Conv& c) {
-  return c.pad_h || c.pad_w || c.x_c != 1;
+  const int64_t last_row = (c.out_height - 1) * c.stride_h + filter_height(c) - c.pad_h;
+  return c.pad_h > 0 || c.pad_w > 0 || last_row > c.height || band_columns(c) - c.pad_w > c.width || c.x_c != 1;
 }
 
 // input rows [first, first + rows) of image n, which may lie outside, as [row][column][channel]
 static void copy_band(const Conv& c, int64_t n, int64_t first, int64_t rows, float* to) {
-  const int64_t columns = c.width + 2 * c.pad_w, channels = c.channels;
+  const int64_t columns = band_columns(c), channels = c.channels;
+  const int64_t left = c.pad_w > 0 ? (c.pad_w < columns ? c.pad_w : columns) : 0, start = left - c.pad_w;
+  int64_t inner = c.width - start < columns - left ? c.width - start : columns - left;
+  if (inner < 0) inner = 0;
   for (int64_t r = 0; r < rows; ++r, to += columns * channels) {
     const int64_t h = first + r;
     if (h < 0 || h >= c.height) {
       __builtin_memset(to, 0, columns * channels * sizeof(float));
       continue;
     }
-    const float* from = c.x + n * c.x_n + h * c.x_h;
-    float* inside = to + c.pad_w * channels;
-    __builtin_memset(to, 0, c.pad_w * channels * sizeof(float));
-    __builtin_memset(inside + c.width * channels, 0, c.pad_w * channels * sizeof(float));
+    const float* from = c.x + n * c.x_n + h * c.x_h + start * c.x_w;
+    float* inside = to + left * channels;
+    __builtin_memset(to, 0, left * channels * sizeof(float));
+    __builtin_memset(inside + inner * channels, 0, (columns - left - inner) * channels * sizeof(float));
     if (c.x_c == 1 && c.x_w == channels) {
-      __builtin_memcpy(inside, from, c.width * channels * sizeof(float));
+      __builtin_memcpy(inside, from, inner * channels * sizeof(float));
     } else if (c.x_c == 1) {
-      for (int64_t w = 0; w < c.width; ++w)
+      for (int64_t w = 0; w < inner; ++w)
         __builtin_memcpy(inside + w * channels, from + w * c.x_w, channels * sizeof(float));
     } else {
-      for (int64_t w = 0; w < c.width; w += LANES)  // blocks of columns: both sides stay in L1
+      for (int64_t w = 0; w < inner; w += LANES)  // blocks of columns: both sides stay in L1
         for (int64_t k = 0; k < channels; ++k) {
-          const int64_t end = w + LANES < c.width ? w + LANES : c.width;
+          const int64_t end = w + LANES < inner ? w + LANES : inner;
           for (int64_t i = w; i < end; ++i) inside[i * channels + k] = from[i * c.x_w + k * c.x_c];
         }
     }
@@ -280,8 +293,7 @@ static int conv_share(const Conv& c, int64_t from, int64_t to, int64_t first_pan
   const int64_t columns = c.out_channels / c.groups, channels = c.channels / c.groups;
   const int64_t depth = c.kernel_h * c.kernel_w * channels;
   const int64_t padded = (columns + LANES - 1) / LANES * LANES;
-  const int64_t extent = (c.kernel_h - 1) * c.dilation_h + 1;
-  const int64_t band_row = (c.width + 2 * c.pad_w) * c.channels;
+  const int64_t extent = filter_height(c), band_row = band_columns(c) * c.channels;
   const int copies = needs_band(c);
   // The input of the pixels that a panel walks over stays in L2, too.
   const int64_t input_row = c.stride_h * c.width * channels, least = (MIN_WALK + c.out_width - 1) / c.out_width;
@@ -305,7 +317,7 @@ static int conv_share(const Conv& c, int64_t from, int64_t to, int64_t first_pan
     int64_t rows = rows_at_once;
     if (rows > to - row) rows = to - row;
     if (rows > c.out_height - h) rows = c.out_height - h;
-    Band band = {c.x + n * c.x_n + h * c.stride_h * c.x_h, c.x_h, c.x_w};
+    Band band = {c.x + n * c.x_n + (h * c.stride_h - c.pad_h) * c.x_h - c.pad_w * c.x_w, c.x_h, c.x_w};
     if (copies) {
       copy_band(c, n, h * c.stride_h - c.pad_h, (rows - 1) * c.stride_h + extent, copy);
       band = Band{copy, band_row, c.channels};
@@ -315,10 +327,10 @@ static int conv_share(const Conv& c, int64_t from, int64_t to, int64_t first_pan
         const int64_t start = panel_start(columns, vectors, panel), end = panel_start(columns, vectors, panel + 1);
         const int wide = (int)((end - start + LANES - 1) / LANES);
         const float* weight = c.weight + (g * padded + start) * depth;
-        float* out = c.out + row * c.out_width * c.out_channels + g * columns + start;
+        float* out = c.out + n * c.out_n + h * c.out_h + g * columns + start;
         const float* residual = c.residual ? c.residual + (out - c.out) : nullptr;
         const Pixels pixels = {rows * c.out_width, c.out_width, c.stride_h * band.row, c.stride_w * band.column,
-                               band.values + g * channels, out, residual, c.out_channels};
+                               band.values + g * channels, out, residual, c.out_h, c.out_w};
         Epilogue epilogue = c.epilogue;
         if (epilogue.bias) epilogue.bias += g * padded + start;
         if (epilogue.scale) epilogue.scale += g * padded + start;
@@ -337,14 +349,10 @@ static int conv_share(const Conv& c, int64_t from, int64_t to, int64_t first_pan
   return 0;
 }
 
-// a: x, weight, bias, residual, out, then the numbers in the order of `Conv`, activation, the bits of its
-// two parameters, vectors of a panel, where scales are after the bias (0: there are none), threads. The bias
-// is padded like the weight. Returns 1 if there is no memory.
-EXPORT int64_t conv(const int64_t* a) {
-  const Conv c = read_conv(a);
+static int64_t run_conv(const Conv& c, int64_t vectors) {
   const int64_t rows = c.batch * c.out_height, columns = c.out_channels / c.groups;
   if (rows == 0 || c.out_width == 0 || columns == 0) return 0;
-  const int64_t vectors = a[28], panels = (columns + vectors * LANES - 1) / (vectors * LANES);
+  const int64_t panels = (columns + vectors * LANES - 1) / (vectors * LANES);
   const int64_t depth = c.kernel_h * c.kernel_w * c.channels / c.groups;
   const int64_t work = rows * c.out_width * c.out_channels * depth;
   const int threads = choose_num_threads(work, CONV_MIN_PARALLEL_WORK, (int)c.threads);
@@ -362,6 +370,11 @@ EXPORT int64_t conv(const int64_t* a) {
   }
   return failed;
 }
+
+// a: x, weight, bias, residual, out, then the numbers in the order of `Conv`, activation, the bits of its
+// two parameters, vectors of a panel, where scales are after the bias (0: there are none), threads. The bias
+// is padded like the weight. Returns 1 if there is no memory.
+EXPORT int64_t conv(const int64_t* a) { return run_conv(read_conv(a), a[28]); }
 
 // ---- depthwise: one filter a channel ---------------------------------------------------------------
 
@@ -431,7 +444,7 @@ static void depthwise_any_row(const Conv& c, const Band& band, int64_t channel, 
 // output rows [from, to) of all images
 static int depthwise_share(const Conv& c, int64_t from, int64_t to) {
   const int64_t vectors = (c.channels + LANES - 1) / LANES, taps = c.kernel_h * c.kernel_w;
-  const int64_t extent = (c.kernel_h - 1) * c.dilation_h + 1, band_row = (c.width + 2 * c.pad_w) * c.channels;
+  const int64_t extent = filter_height(c), band_row = band_columns(c) * c.channels;
   // the last tile of a row may read past its end
   const int64_t slack = DEPTHWISE_PIXELS * c.stride_w * c.channels;
   int64_t at_once = (CONV_BAND_BYTES / (int64_t)sizeof(float) / band_row - extent) / c.stride_h + 1;

@@ -97,3 +97,33 @@ def test_names_of_cpp_and_names_with_an_underscore_are_told_apart() -> None:
 def test_no_name_with_a_suffix_is_a_function_of_our_headers() -> None:
     for name in ("transpose", "make", "x"):
         assert not {identifier(name) + suffix for suffix in SUFFIXES} & RESERVED
+
+
+def write_kernels(function: Callable, arguments: tuple) -> list[str]:
+    region = split_axes.split_axes(lower_graph.lower_graph(trace(function, arguments)))
+    segments = segment_region(region, CPU.l2_cache_bytes)
+    _, nests = store_in_place(region, [build_loop_nest(region, part) for part in segments])
+    schedules = [choose_cpu_schedule(nest, CPU) for nest in nests]
+    return [
+        translation_unit.write_kernel(name_kernel(part, k), schedule).text
+        for k, (part, schedule) in enumerate(zip(segments, schedules, strict=True))
+    ]
+
+
+def test_lookups_are_outside_of_the_loop_along_a_stored_row() -> None:
+    source, target = torch.zeros(2, 400, dtype=torch.int64)
+    arguments = (torch.zeros(80, 64), source, target, torch.zeros(400, 1))
+    *_, text = write_kernels(
+        lambda x, source, target, w: torch.zeros_like(x).index_add(0, target, x[source] * w),
+        arguments,
+    )
+    outer, inner = text.split("#pragma omp simd")
+    assert outer.count("_index(") == 2 and "_index(" not in inner
+
+
+@pytest.mark.parametrize(("width", "variants"), [(24, 2), (64, 1), (600, 2)])
+def test_blocks_of_columns_have_a_constant_number_of_lanes(width: int, variants: int) -> None:
+    (text,) = write_kernels(lambda x: x - x.mean(0), (torch.zeros(200, width),))
+    lanes = [line for line in text.splitlines() if "const int64_t lanes =" in line]
+    assert len(lanes) == variants
+    assert all(line.split()[-1].strip(";").isdigit() for line in lanes)

@@ -59,24 +59,42 @@ class ColumnWriter:
         num_threads = self.kernel.print_num_threads()
         if num_threads:
             self.kernel.open_parallel_for(num_threads, len(self.nest.grid))
-        self.open_loops()
+        self.open_loops(is_split=True)
+        block, size = self.block, self.kernel.print_size(self.simd_axis)
+        width = static_size((self.simd_axis,))
+        if width is not None and (width % block == 0 or width < block):
+            self.write_block(str(min(width, block)))
+        else:  # twice: accumulators of a constant number of lanes stay in registers
+            self.emit(f"if ({size} - lane0 >= {block}) {{")
+            self.write_block(str(block))
+            self.emit("} else {")
+            self.write_block(f"{size} - lane0" if width is None else str(width % block))
+            self.emit("}")
+        self.close_loops()
+
+    def write_block(self, lanes: str) -> None:
+        """All passes of one block of lanes."""
+        self.emit(f"const int64_t lanes = {lanes};")
+        self.row_locals, self.declared = set(), set()
+        self.printer.buffers.clear()
         self.open_buffers()
         passes = self.kernel.schedule.passes
         for step in range(passes + 1):
             self.row_values(step)
             if step < passes:
                 self.one_pass(step)
-        self.close_loops()
 
-    def open_loops(self) -> None:
+    def open_loops(self, is_split: bool = False) -> None:
+        """The loops over the grid; `is_split`: the number of lanes is declared by what follows."""
         k = self.kernel
         for axis in self.nest.grid[:-1]:
             k.open_loop(axis)
         block, size = self.block, k.print_size(self.simd_axis)
         self.emit(f"for (int64_t lane0 = 0; lane0 < {size}; lane0 += {block}) {{", "block of lanes")
-        is_even = (static_size((self.simd_axis,)) or 1) % block == 0
-        lanes = block if is_even else f"min_i64({block}, {size} - lane0)"
-        self.emit(f"const int64_t lanes = {lanes};")
+        if not is_split:
+            is_even = (static_size((self.simd_axis,)) or 1) % block == 0
+            lanes = block if is_even else f"min_i64({block}, {size} - lane0)"
+            self.emit(f"const int64_t lanes = {lanes};")
 
     def open_buffers(self) -> None:
         """Buffers for what later passes read again."""

@@ -85,10 +85,15 @@ class ScatterWriter:
         self.combine(self.store)
 
     def values(self, depth: int) -> None:
-        """The locals and index lookups that are known inside this many loops."""
+        """The locals and index lookups that are known inside this many loops.
+
+        Lookups of locals in inner loops, too: SIMD loops don't move them out.
+        """
         for local in self.locals:
+            if self.depths[local.name] < depth:
+                continue
+            self.declare_lookups(local.expression, depth)
             if self.depths[local.name] == depth:
-                self.declare_lookups(local.expression, depth)
                 self.kernel.declare_local(local, self.printer)
         for expression in self.store.expressions:
             self.declare_lookups(expression, depth)

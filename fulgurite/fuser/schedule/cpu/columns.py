@@ -72,7 +72,7 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         room = min(room, tuning.MAX_PACKED_BYTES) // row_bytes if packed else room // 4
         multiple = room // height // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
         block = max(tuning.MIN_COLUMN_BLOCK, min(tuning.MAX_COLUMN_BLOCK, multiple))
-    tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores
+    tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores if device.num_cores > 1 else 1
     while block >= 2 * tuning.MIN_COLUMN_BLOCK and outer * width < block * tasks:
         block //= 2
     return CpuSchedule(

@@ -1,0 +1,98 @@
+"""Convolutions of training graphs: channels-last tensors, and weight gradients of our own."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fulgurite
+
+
+class Block(nn.Module):
+    def __init__(self, channels, kernel=3, groups=1):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, kernel, padding=kernel // 2, groups=groups)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+def train(function, module, x):
+    """The result of a step, and the gradients of its input and parameters."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    out = function(x)
+    out.square().mean().backward()
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+
+
+def strides(x):
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def check_step(module, x):
+    """Values against float64, strides against eager mode; returns the compiled module."""
+    eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
+    compiled = fulgurite.compile(module)
+    for _ in range(2):  # the second step is a host program's
+        results = train(compiled, module, x)
+        expected, reference = train(eager, eager, x), train(exact, exact, x.double())
+    for ours, theirs, true in zip(results, expected, reference, strict=True):
+        if not ours.is_floating_point():
+            continue
+        assert strides(ours) == strides(theirs)
+        # a batch norm makes the gradient of the bias before it zero
+        atol = max(1e-4 * float(true.abs().max()), 1e-6)
+        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=atol)
+    return compiled
+
+
+@pytest.mark.parametrize("is_channels_last", [False, True])
+def test_a_training_step_of_convolutions(is_channels_last):
+    net = nn.Sequential(
+        nn.Conv2d(3, 20, 3, stride=2), Block(20), nn.MaxPool2d(2), nn.Conv2d(20, 32, 1), Block(32)
+    )
+    x = torch.randn(2, 3, 23, 20)
+    if is_channels_last:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    compiled = check_step(net, x)
+    backward = str(compiled.last_trace("backward"))
+    assert backward.count("conv_weight_gradient(") == 4
+    forward = str(compiled.last_trace("forward"))
+    copies = set(re.findall(r"\bclone_default\w*(?= =|,? [\w, ]*=)", forward))
+    assert len(copies) <= 2  # the input and the result: nothing between is copied
+
+
+def test_depthwise_filters_with_many_taps():
+    compiled = check_step(Block(32, kernel=7, groups=32), torch.randn(2, 32, 12, 12))
+    assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
+    compiled = check_step(Block(32, kernel=3, groups=32), torch.randn(2, 32, 12, 12))
+    assert "conv_weight_gradient(" not in str(compiled.last_trace("backward"))
+
+
+def test_frozen_weights_have_no_gradient():
+    net = nn.Sequential(Block(16), Block(16))
+    net[0].conv.weight.requires_grad_(False)
+    compiled = fulgurite.compile(net)
+    compiled(torch.randn(2, 16, 9, 9)).sum().backward()
+    assert net[0].conv.weight.grad is None
+    assert str(compiled.last_trace("backward")).count("conv_weight_gradient(") == 1
+
+
+def test_the_gradient_of_a_channels_last_layer_norm():
+    """The traced gradient of the weight had other strides than our kernel writes."""
+
+    class Downsample(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.conv = nn.LayerNorm(16), nn.Conv2d(16, 24, 2, 2)
+
+        def forward(self, x):
+            return self.conv(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+    check_step(Downsample(), torch.randn(2, 16, 8, 8))
