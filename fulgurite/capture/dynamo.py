@@ -63,11 +63,13 @@ def optimize(
     torch._dynamo.config.record_runtime_overhead = False
     # these guards (0.3 µs a layer) notice a hook that is added to a layer after capture
     torch._dynamo.config.skip_nnmodule_hook_guards = False
-    supported = inspect.signature(torch.compile).parameters
+    # Lightning replaces torch.compile by a function that copies the backend into the user's model
+    torch_compile = inspect.unwrap(torch.compile)
+    supported = inspect.signature(torch_compile).parameters
     limits = {"recompile_limit": limit, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in limits.items() if key in supported}
     with _ignore_tracing_in_other_threads():
-        captured = torch.compile(
+        captured = torch_compile(
             function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
         )
     start_build()

@@ -34,7 +34,7 @@ In: their functions. Out: the same functions, corrected when this module is firs
   which AOTAutograd looks at custom ops there refused them.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
-- `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
+- `5 in (n, m)`, `n in range(5)` and `values.pop(n)` with integers that became symbols take their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -142,6 +142,7 @@ def install() -> None:
     _replace(mode, "__torch_dispatch__", _run_plain_subclasses)
     _replace(polyfills, "foreach_lerp_inplace", lambda _: lerp_in_place)
     _replace(lists, "iter_contains", _contains)
+    _replace(lists.CommonListMethodsVariable, "call_method", _pop)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
     autograd_functions.install()
@@ -406,6 +407,15 @@ def _contains(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(items, search, *args, **kwargs)
 
     return contains
+
+
+def _pop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if name == "pop":
+            args = [_specialize(arg) for arg in args]
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 def _range_contains(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 
 import pytest
 import torch
+from torch import nn
 
 import fulgurite
 from fulgurite.capture import dynamo
@@ -117,3 +120,20 @@ def test_guards_are_timed_only_for_their_log(monkeypatch):
     torch._dynamo.reset()
     fulgurite.compile(torch.cos)(torch.ones(3))
     assert timed
+
+
+def test_replaced_torch_compile(monkeypatch):
+    """A package that replaces `torch.compile`, as Lightning does, sees the user's calls only."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def copy_options(model, **options):
+        compiled = original(model, **options)
+        if isinstance(model, nn.Module):
+            compiled._compile_kwargs = copy.deepcopy(options)
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", copy_options)
+    model = nn.Linear(3, 2)
+    torch.testing.assert_close(fulgurite.compile(model)(ANY), model(ANY))
+    assert not hasattr(model, "_compile_kwargs")

@@ -104,6 +104,7 @@ INTEGERS = [(1, 2), (3, 4), (5, 1), (2, 5), (-3, 7), (5, 5), (0, 0), (4, 9)]
         lambda x, n, m: x + (1 if n not in range(m) else 2),
         lambda x, n, m: x + (n, m, 5).count(5) + [n, m, 5].index(5),
         lambda x, n, m: x + (1 if 5 in {1: n, 2: m}.values() else 2),
+        lambda x, n, m: [x, x * 2, x * 3].pop(n % 3),
     ],
 )
 def test_symbols_in_containers(function):

@@ -59,7 +59,7 @@ def _split_results(state: Segmentation, segment_id: int) -> None:
     """Moves the results that run across the loads to a kernel of their own."""
     structure = state.segments[segment_id].structure
     across = _find_results_across(state, segment_id, structure)
-    names = _find_pointwise_kernel(state, across, structure) if across else None
+    names = _find_pointwise_kernel(state, segment_id, across) if across else None
     if names is None or not _saves_time(state, across, state.count_bytes_moved(names, [])):
         return
     if _open_pointwise_segment(state, across, names):
@@ -178,14 +178,15 @@ def _contiguous_loop(state: Segmentation, name: str, loops: tuple[int | None, ..
 
 
 def _find_pointwise_kernel(
-    state: Segmentation, results: list[str], structure: LoopStructure
+    state: Segmentation, segment_id: int, results: list[str]
 ) -> list[str] | None:
-    """The statements that compute results from memory and the values of rows; None: it can't be."""
-    rows = {
-        name
-        for name, role in structure.roles.items()
-        if role in ROW_VALUES and not state.statements[name].is_constant  # no kernel stores those
-    }
+    """The statements that compute results from memory and the values of rows; None: it can't be.
+
+    Constants and values that the segment recomputes have no kernel that stores them: they are computed again.
+    """
+    structure = state.segments[segment_id].structure
+    owned = [name for name in structure.statements if state.owner.get(name) == segment_id]
+    rows = {name for name in owned if structure.roles[name] in ROW_VALUES}
     others = state.statements.keys() - structure.statements.keys()  # in memory
     found: dict[str, None] = {}
     for name in results:

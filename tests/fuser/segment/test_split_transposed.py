@@ -124,6 +124,19 @@ def test_other_results_stay_with_the_reduction() -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_recomputed_value_is_computed_again_by_the_split_kernel() -> None:
+    def scaled_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.exp()
+        scale = weight * 2  # in the kernel of the sum first, then in that of the norm
+        return weight, copy((norm(x * weight.sum()) * scale[:, None]).t())
+
+    inputs = make_inputs([(B * S, C), (B * S,)])
+    assert schedule(scaled_norm, *inputs)[-2:] == ["rows", "transpose"]
+    torch.testing.assert_close(
+        fulgurite.compile(scaled_norm)(*inputs), scaled_norm(*inputs), atol=1e-3, rtol=1e-3
+    )
+
+
 @pytest.mark.parametrize("size", [24, 512])
 def test_a_normalized_cat_is_stored_along_its_rows(size: int) -> None:
     """The parts of a cat have axes of their own; zeros of each row are no value in memory."""
