@@ -76,6 +76,7 @@ from fulgurite.transforms.convolution_bias import (
     split_convolution_bias,
 )
 from fulgurite.transforms.false_schemas import find_false_schemas, has_custom_ops
+from fulgurite.transforms.matmuls import has_matmuls, use_own_matmuls
 from fulgurite.transforms.pack_weights import has_library_calls, pack_weights
 from fulgurite.transforms.remat import SavedBytes, make_partitioner
 from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
@@ -279,6 +280,8 @@ class Session:
             is_layer = record.is_subgraph or options.granularity == "blocks"
             pack = functools.partial(pack_weights, is_layer=is_layer)
             trace = self.run_step(record, "pack_weights", pack, trace, "optional")
+        if FUSER in options.executors and tuner is not None and has_matmuls(trace):
+            trace = self.run_step(record, "use_own_matmuls", use_own_matmuls, trace, "optional")
         trace = self.lower_or_fall_back(record, trace, tuner)
         trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
         wrap = self.wrap_in_cuda_graph(record, trace)

@@ -67,6 +67,7 @@ OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     conv_ops.packed_linear.overload: direct.packed_linear,
     gradients.packed_conv_transpose.overload: direct.packed_conv_transpose,
     gradients.conv_weight_gradient.overload: direct.conv_weight_gradient,
+    gradients.matmul.overload: direct.matmul,
 }
 _DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}
 _EQUIVALENT_OPS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}

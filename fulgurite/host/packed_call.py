@@ -24,6 +24,7 @@ PACKED_OPS = (
     ops.packed_linear.overload,
     gradients.packed_conv_transpose.overload,
     gradients.conv_weight_gradient.overload,
+    gradients.matmul.overload,
 )
 
 
@@ -48,6 +49,8 @@ def write_packed_call(
     out         the node, and the slot of its value
     """
     result, slot = fake_value(out[0]), out[1]
+    if op is gradients.matmul.overload:
+        return _write_matmul(lowering, arguments, out, writer)
     if op is gradients.conv_weight_gradient.overload:
         gradient, x, *rest = arguments
         weight, bias, residual = gradient, None, None
@@ -73,6 +76,37 @@ def write_packed_call(
             [Argument.VALUE, 0, 0] if node is None else [Argument.ADDRESS, lowering._slot(node), 0]
         )
     words += [Argument.ADDRESS, slot, 0]
+    return _write_run(lowering, name, words, numbers, writer)
+
+
+def _write_matmul(
+    lowering: _Lowering, arguments: Sequence[Any], out: tuple[fx.Node, int], writer: StepWriter
+) -> Callable[..., None]:
+    a, b, bias = arguments
+    for node in arguments:
+        if node is not None:
+            _check_layout(lowering, node, fake_value(node), writer)
+    if bias is not None and not fake_value(bias).is_contiguous():
+        raise Unsupported("a bias that is not contiguous")
+    lowering._write_allocation(fake_value(out[0]), out[1], writer)
+    words: list[int] = []
+    for node in (a, b, bias):
+        words += (
+            [Argument.VALUE, 0, 0] if node is None else [Argument.ADDRESS, lowering._slot(node), 0]
+        )
+    words += [Argument.ADDRESS, out[1], 0]
+    numbers = cpu.matmul_numbers(fake_value(a), fake_value(b))
+    return _write_run(lowering, cpu.MATMUL, words, numbers, writer)
+
+
+def _write_run(
+    lowering: _Lowering,
+    name: str,
+    words: list[int],
+    numbers: Sequence[Any],
+    writer: StepWriter,
+) -> Callable[..., None]:
+    """Write the call of a kernel with addresses, numbers and threads; returns what raises its error."""
     for operand in lowering._operands(numbers, writer):
         words += [Argument.VALUE, operand, 0]
     words += _threads()

@@ -29,11 +29,12 @@ from fulgurite.kernels.conv.packing import (
 )
 from fulgurite.native import find_compiler
 
-HEADERS = ("vec16.h", "epilogue.h", "conv.h", "conv_transpose.h", "conv_gradient.h")
+HEADERS = ("vec16.h", "epilogue.h", "conv.h", "conv_transpose.h", "conv_gradient.h", "matmul.h")
 CONV, DEPTHWISE, TRANSPOSE = "conv", "depthwise_conv", "conv_transpose"
 WEIGHT_GRADIENT, DEPTHWISE_WEIGHT_GRADIENT = "conv_weight_gradient", "depthwise_weight_gradient"
-PACK = "pack_conv_weight"
+PACK, MATMUL = "pack_conv_weight", "matmul"
 _pack_arguments = struct.Struct("31q").pack
+_pack_matmul = struct.Struct("13q").pack
 _pack_packing = struct.Struct("15q").pack
 
 
@@ -267,6 +268,23 @@ def conv_weight_gradient(
     numbers = weight_gradient_numbers(gradient, x, kernel, stride, padding, dilation)
     name = WEIGHT_GRADIENT if groups == 1 else DEPTHWISE_WEIGHT_GRADIENT
     _run(name, (x, gradient, None, None, out), numbers)
+    return out
+
+
+def matmul_numbers(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """The numbers of `MATMUL`: sizes, strides, vectors of a panel."""
+    return (*a.shape, b.shape[1], *a.stride(), *b.stride(), panel_vectors(b.shape[1]))
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Any:
+    """`fulgurite::matmul`."""
+    if a.dtype != torch.float32 or find_compiler() is None:
+        return NotImplemented
+    out = torch.empty((a.shape[0], b.shape[1]))
+    bias = bias if bias is None else bias.contiguous()
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (a, b, bias, out)]
+    arguments = _pack_matmul(*addresses, *matmul_numbers(a, b), device.num_cpu_threads())
+    load_kernel(MATMUL)(arguments, (a, b, bias, out))
     return out
 
 

@@ -45,3 +45,9 @@ def packed_conv_transpose(x: Tensor, *arguments: Any) -> Tensor:
     if result is NotImplemented:
         result = gradients.packed_conv_transpose(x, *arguments)
     return result  # type: ignore[no-any-return]
+
+
+def matmul(a: Tensor, *arguments: Any) -> Tensor:
+    """`fulgurite::matmul`."""
+    result: Any = cpu.matmul(a, *arguments) if type(a) in PLAIN else NotImplemented
+    return gradients.matmul(a, *arguments) if result is NotImplemented else result  # type: ignore[no-any-return]

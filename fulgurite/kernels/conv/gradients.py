@@ -3,6 +3,7 @@
     pack_transposed_weight   weight [I, O / groups, kh, kw] → panels, a filter for each phase
     packed_conv_transpose    activation(conv_transpose2d(x, weight) * scale + bias + residual)
     conv_weight_gradient     the gradient of a weight [O, I / groups, kh, kw]
+    matmul                   a @ b + bias, float32; b is packed at each call
 
 The gradient of a convolution's input is a transposed convolution with the same weight, whose channels have
 changed their roles. `transforms/conv_training.py` puts these operators into training graphs.
@@ -22,6 +23,7 @@ from fulgurite.op import op
 
 PACK_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.pack_transposed_weight}
 TRANSPOSE_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.packed_conv_transpose}
+MATMUL_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.matmul}
 WEIGHT_GRADIENT_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.conv_weight_gradient}
 
 
@@ -121,6 +123,22 @@ def _(
     groups: int,
 ) -> Tensor:
     return gradient.new_empty((gradient.shape[1], x.shape[1] // groups, *kernel))
+
+
+@op("fulgurite::matmul")
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """a @ b + bias, for products of values that change with each call (`transforms/matmuls.py`)."""
+    out: Tensor = registry.dispatch(MATMUL_KERNELS, a.device, _reference_matmul, a, b, bias)
+    return out
+
+
+@matmul.fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _reference_matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 # ---- references --------------------------------------------------------------------------------

@@ -87,14 +87,17 @@ static int weight_gradient_share(const WeightGradient& g, int64_t first, int64_t
   const int64_t band_size = ((at_once - 1) * c.stride_h + extent) * band_row;
   const int64_t total_size = c.kernel_h * g.num_runs * c.out_channels * g.padded;
   float* copy = (float*)malloc((band_size + slack) * sizeof(float));
-  float* total = (float*)malloc((total_size + LANES) * sizeof(float));
+  // a filter of one tap and whole vectors is summed where it is stored
+  const int in_place = c.kernel_h * c.kernel_w == 1 && g.length == g.padded;
+  float* total = in_place ? c.out : (float*)malloc((total_size + LANES) * sizeof(float));
   if (!copy || !total) {
     free(copy);
-    free(total);
+    if (!in_place) free(total);
     return 1;
   }
   __builtin_memset(copy + band_size, 0, slack * sizeof(float));
-  __builtin_memset(total, 0, total_size * sizeof(float));
+  if (in_place) __builtin_memset(total + first * g.padded, 0, (last - first) * g.padded * sizeof(float));
+  else __builtin_memset(total, 0, total_size * sizeof(float));
   const float* x[GRADIENT_PIXELS];
   for (int64_t n = 0; n < c.batch; ++n)
     for (int64_t h = 0; h < c.out_height; h += at_once) {
@@ -111,6 +114,10 @@ static int weight_gradient_share(const WeightGradient& g, int64_t first, int64_t
         add_pixels(g, x, count, gradient + p * c.out_channels, first, last, total);
       }
     }
+  if (in_place) {
+    free(copy);
+    return 0;
+  }
   const int64_t taps = c.kernel_h * c.kernel_w, size = c.out_channels * g.padded;
   for (int64_t o = first; o < last; ++o)
     for (int64_t kh = 0; kh < c.kernel_h; ++kh)
@@ -125,12 +132,10 @@ static int weight_gradient_share(const WeightGradient& g, int64_t first, int64_t
   return 0;
 }
 
-// a: as for `conv`, without groups, where the second address is that of the gradient. The output is contiguous.
-EXPORT int64_t conv_weight_gradient(const int64_t* a) {
-  const Conv c = read_conv(a);
+static int64_t run_weight_gradient(const Conv& c, const float* gradient) {
   const int64_t taps = c.kernel_h * c.kernel_w, is_contiguous = c.dilation_w == 1;
   const int64_t length = is_contiguous ? c.kernel_w * c.channels : c.channels;
-  const WeightGradient g = {c, c.weight, is_contiguous ? 1 : c.kernel_w, length, (length + LANES - 1) / LANES * LANES};
+  const WeightGradient g = {c, gradient, is_contiguous ? 1 : c.kernel_w, length, (length + LANES - 1) / LANES * LANES};
   const int64_t pixels = c.batch * c.out_height * c.out_width;
   if (pixels == 0) __builtin_memset(c.out, 0, c.out_channels * c.channels * taps * sizeof(float));
   if (pixels == 0 || c.out_channels == 0 || c.channels == 0) return 0;
@@ -141,6 +146,12 @@ EXPORT int64_t conv_weight_gradient(const int64_t* a) {
   for (int t = 0; t < threads; ++t)
     failed |= weight_gradient_share(g, c.out_channels * t / threads, c.out_channels * (t + 1) / threads);
   return failed;
+}
+
+// a: as for `conv`, without groups, where the second address is that of the gradient. The output is contiguous.
+EXPORT int64_t conv_weight_gradient(const int64_t* a) {
+  const Conv c = read_conv(a);
+  return run_weight_gradient(c, c.weight);
 }
 
 // ---- depthwise ---------------------------------------------------------------------------------------
@@ -253,7 +264,9 @@ EXPORT int64_t pack_conv_weight(const int64_t* a) {
                   const int64_t kw = step_w ? phase_w + step_w * (width - 1 - w) : w;
                   const float* from = weight + g * by_group + o * by_o + c * by_c + kh * by_h + kw * by_w;
                   float* to = out + (((h * width + w) * channels + c) * wide + v) * LANES;
-                  if (lanes == LANES) {
+                  if (lanes == LANES && by_o == 1) {
+                    store_vec(to, load(from));
+                  } else if (lanes == LANES) {
                     UNROLL
                     for (int l = 0; l < LANES; ++l) to[l] = from[l * by_o];
                   } else {
