@@ -193,7 +193,8 @@ def test_the_op_is_named_once_in_a_row(config, monkeypatch, caplog):
     monkeypatch.setattr(trainer_file, "name_nonfinite", lambda *a: named.append(a) or "an op")
     trainer = run_with_skips(config, {2, 3, 5})
     assert trainer.skipped == 3 and len(named) == 2
-    told = [record.getMessage().partition("skipped: ")[2] for record in caplog.records]
+    texts = [record.getMessage() for record in caplog.records]
+    told = [text.partition("skipped: ")[2] for text in texts if "skipped: " in text]
     assert told == ["an op", "as the step before", "an op"]
 
 
