@@ -25,6 +25,8 @@ In: their functions. Out: the same functions, corrected when this module is firs
   gives it the strides of its input, of which several elements may share an address.
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
+- Elementwise ops of tensors that are contiguous and channels-last, as with one channel, give contiguous ones.
+  The FakeTensor rule went by the strides of dimensions of size 1, and a later `cat` was channels-last.
 - `torch._foreach_lerp_` writes its tensors one after another (`foreach.py`).
 - An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
   that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
@@ -59,6 +61,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false, is_cpu_scalar_tensor
 from torch._subclasses.fake_impls import register_op_impl
 from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
@@ -130,6 +133,8 @@ def install() -> None:
     _compute_when_traced(grid_backward, _affine_grid_backward)
     _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
     _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
+    order = "compute_elementwise_output_logical_to_physical_perm"
+    _replace(torch._prims_common, order, _order_contiguous_first)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
@@ -171,6 +176,18 @@ def _use_shape_rule(op: OpOverload, rule: Callable[..., Any]) -> None:
 
 def _make_contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: rule(*args).contiguous()
+
+
+def _order_contiguous_first(find_order: Callable[..., Any]) -> Callable[..., Any]:
+    """Elementwise ops of tensors that are contiguous and channels-last, as with one channel."""
+
+    def find(*tensors: Any, **options: Any) -> tuple[list[int], bool]:
+        arrays = [x for x in tensors if isinstance(x, Tensor) and not is_cpu_scalar_tensor(x)]
+        if arrays and all(map(is_contiguous_or_false, arrays)):
+            return [*range(arrays[0].dim())], False
+        return find_order(*tensors, **options)
+
+    return find
 
 
 def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,7 @@ In: TorchDynamo's variable of a tensor. Out: the same, with
 from __future__ import annotations
 
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch._dynamo import exc
 from torch._dynamo.variables import BuiltinVariable
@@ -31,7 +31,7 @@ def _count_bytes(self: Any, tx: Any) -> Any:
     return BuiltinVariable(operator.mul).call_function(tx, factors, {})
 
 
-def _break_graph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _break_graph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
     exc.unimplemented(
         gb_type="Memory of a tensor outside of torch",
         context=str(self),

@@ -414,3 +414,20 @@ def test_other_backends_raise_failures_of_dynamo(failing_dynamo, monkeypatch):
     monkeypatch.delenv("FULGURITE_STRICT")
     with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="a defect"):
         torch.compile(call_both, backend="eager")(torch.randn(5))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [torch.relu, lambda x: x * x, lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 0].exp())],
+)
+def test_one_channel_is_contiguous(op):
+    """Strides of a dimension of size 1 don't make a result channels-last."""
+    x = torch.randn(5, 1, 3, 4).to(memory_format=torch.channels_last)
+
+    def function(x):
+        y = op(x)
+        return torch.cat([y, y + 1], dim=1)
+
+    expected, found = function(x), fulgurite.compile(function)(x)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)

@@ -461,7 +461,10 @@ def test_the_run_stops_after_several_refused_saves(
     usage = shutil.disk_usage(tmp_path)._replace(free=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     warned = 0
-    with pytest.raises(CheckpointError, match="has 3 B left, and a checkpoint needs 16 B"), warnings.catch_warnings(record=True) as w:
+    with (
+        pytest.raises(CheckpointError, match="has 3 B left, and a checkpoint needs 16 B"),
+        warnings.catch_warnings(record=True) as w,
+    ):
         warnings.simplefilter("always")
         for step in range(10):
             manager.save(step, {"weight": torch.ones(4)})
