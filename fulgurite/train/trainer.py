@@ -206,14 +206,15 @@ class Trainer:
     def _report_skip(self, result: StepResult, batches: Sequence[Batch]) -> None:
         """Say what was not finite; end the run if it was too often."""
         self.skipped += 1
-        if self.skip_cause is None:  # of the first one in a row: naming runs the step op by op
+        is_first = self.skip_cause is None
+        if is_first:  # of the first one in a row: naming runs the step op by op
             self.skip_cause = "ranks share the model; run the step on one rank to name the op"
             if self._runs_alone():
                 self.skip_cause = name_nonfinite(self.parts.eager, batches)
-        cause = self.skip_cause
+        cause = self.skip_cause or ""
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
-        LOG.warning("%s; skipped: %s", text, cause)
+        LOG.warning("%s; skipped: %s", text, cause if is_first else "as the step before")
         if self.skipped > limit:
             raise NonFiniteError(
                 f"{self.skipped} steps were not finite; {text}",
