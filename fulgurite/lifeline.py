@@ -6,13 +6,18 @@
     process = context.Process(target=run, args=(lifeline.child_end,))
     process.start()
     lifeline.attach(process.pid)
+    ... and first of all in `run`: bind(child_end)
 
 A pipe leads to the child. Its end there sends SIGKILL to the child (O_ASYNC, F_SETSIG) once every copy of
 the other end is closed, and this process has the only one. The child runs no code for it: it may still
-import its modules, hold the GIL, wait in a collective, or be stopped.
+import its modules, hold the GIL, wait in a collective, or be stopped. Only a child of a fork server has
+to `bind` itself, as its parent may have ended before it was started.
 
 PR_SET_PDEATHSIG would kill a child when the thread that started it ends, and the child of a fork server
 when that server ends.
+
+Only Linux sends such a signal. On other systems children that outlive this process end when they next
+talk to it.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
@@ -38,16 +44,34 @@ class Lifeline:
 
     def attach(self, pid: int) -> None:
         """Kill this process with the calling one. It must have got a copy of `child_end`."""
-        end = self.child_end.fileno()
-        # These belong to the pipe's end, and so to the child's copy of it, too.
-        fcntl.fcntl(end, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+        _kill_at_end(self.child_end, pid)
         self.child_end.close()
 
     def close(self) -> None:
         self.child_end.close()
         self._own_end.close()
+
+
+def bind(child_end: Connection) -> None:
+    """In a child of a fork server, first of all: end with the process that asked for it.
+
+    That one may have been killed before `attach`: the server starts what it was asked for even then.
+    """
+    _kill_at_end(child_end, os.getpid())
+    if child_end.poll():  # closed before; no signal comes for that
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_at_end(child_end: Connection, pid: int) -> None:
+    """Kill a process when the other end of a pipe is closed.
+
+    This belongs to the pipe's end, and so to every copy of it.
+    """
+    if sys.platform == "linux":
+        end = child_end.fileno()
+        fcntl.fcntl(end, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class BoundProcess(subprocess.Popen[bytes]):

@@ -103,7 +103,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     "train": [
         {"__init__"},
         {"config", "batch", "family_fields", "charts", "heartbeat", "profile", "remat", "stop"}
-        | {"user_code"},
+        | {"run_folder", "run_log", "user_code"},
         {"config_limits"},
         {"config_file", "layout", "sizes", "flops", "nvfp4", "nonfinite"},
         {

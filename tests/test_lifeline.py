@@ -78,6 +78,51 @@ def test_children_of_a_killed_process(tmp_path: Path, state: str) -> None:
         parent.stdout.close()
 
 
+# Is killed before it can attach the child that its fork server starts; prints the pid of that one.
+KILLED_PARENT = """
+import multiprocessing, pathlib, sys, time
+from fulgurite.lifeline import Lifeline, bind
+
+def run(child_end, is_late, mark):
+    while is_late and not mark.exists():
+        time.sleep(0.01)
+    bind(child_end)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    lifeline = Lifeline()
+    arguments = (lifeline.child_end, sys.argv[1] == "late", pathlib.Path(sys.argv[2]))
+    served = multiprocessing.get_context("forkserver").Process(target=run, args=arguments)
+    served.start()
+    lifeline.child_end.close()
+    print(served.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel sends such signals on Linux")
+@pytest.mark.parametrize("moment", ["early", "late"])
+def test_a_child_that_starts_after_its_parent_was_killed(tmp_path: Path, moment: str) -> None:
+    script, mark = tmp_path / "parent.py", tmp_path / "mark"
+    script.write_text(KILLED_PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), moment, str(mark)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    try:
+        assert moment == "early" or not has_ended(child)
+        mark.touch()
+        wait_for(lambda: has_ended(child), 10.0)
+    finally:
+        if not has_ended(child):
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_child_outlives_the_thread_that_started_it() -> None:
     found: list[BoundProcess] = []
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]

@@ -7,6 +7,8 @@ come with reasons. The repeated layers of a model are compiled once.
     dynamo.py           entry into TorchDynamo: graph breaks, errors, is_capturing
     direct_call.py      later calls, without TorchDynamo's overhead
     autograd.py         AOTAutograd: functionalize, differentiate, build each graph
+    autograd_functions.py  `torch.autograd.Function` as TorchDynamo traces it
+    failed_functions.py  functions on which TorchDynamo itself fails
     foreach.py          foreach ops as one op a tensor
     training.py         forward and backward graphs in a small autograd function
     training_signature.py  which training graphs need no more than that

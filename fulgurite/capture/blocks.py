@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from fulgurite.capture.runner import Runner
@@ -44,10 +45,12 @@ def find_blocks(model: nn.Module) -> list[BlockGroup]:
     nested: set[nn.Module] = set()
     names = {module: path for path, module in model.named_modules()}
     for parent in names:
-        if parent in nested or _is_container(parent):
+        if parent in nested or _is_container(parent) or isinstance(parent, ScriptModule):
             continue
         by_structure: dict[Any, list[nn.Module]] = {}
         for child in dict.fromkeys(called_children(parent)):
+            if isinstance(child, ScriptModule):  # TorchScript runs it as a whole
+                continue
             if any(True for _ in child.parameters()) and any(True for _ in child.children()):
                 by_structure.setdefault(structural_key(child), []).append(child)
         for layers in by_structure.values():
@@ -80,7 +83,7 @@ def is_torch_module(module: nn.Module) -> bool:
 
 def _is_container(module: nn.Module) -> bool:
     """Whether the module has no forward of its own, such as ModuleList: it is never called."""
-    return type(module).forward is nn.Module.forward
+    return getattr(type(module), "forward", None) is nn.Module.forward  # a ScriptModule's has none
 
 
 def called_children(parent: nn.Module) -> Iterator[nn.Module]:

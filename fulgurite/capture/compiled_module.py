@@ -30,6 +30,9 @@ class CompiledModule(nn.Module):
     _fulgurite_original: nn.Module
     _fulgurite_compiled: RunsCompiled  # a static method: it binds like a function
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Don't tell the user's class of a new subclass: it may keep a list of them, or need arguments."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside another capture: behave like the original module
             return self._fulgurite_original(*args, **kwargs)
@@ -82,7 +85,7 @@ def wrap_module(
     }
     derived = type(original.__name__, (CompiledModule, original), namespace)
     wrapped: Any = object.__new__(derived)
-    wrapped.__dict__ = module.__dict__
+    object.__setattr__(wrapped, "__dict__", module.__dict__)  # the class may have a __setattr__
     return wrapped
 
 

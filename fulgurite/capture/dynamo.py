@@ -23,6 +23,7 @@ from torch import _guards
 from torch._C import (
     DispatchKey,
     _dispatch_tls_is_dispatch_key_included,
+    _get_tracing_state,
     _len_torch_dispatch_stack,
 )
 from torch._dynamo import exc
@@ -51,6 +52,8 @@ def optimize(
     limit: int = RECOMPILE_LIMIT,
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when called."""
+    if isinstance(function, torch.jit.ScriptModule):
+        function = _make_caller(function)
     dynamo_fixes.install()
     native_guards.install()
     _attach_break_listener()
@@ -60,11 +63,13 @@ def optimize(
     torch._dynamo.config.record_runtime_overhead = False
     # these guards (0.3 µs a layer) notice a hook that is added to a layer after capture
     torch._dynamo.config.skip_nnmodule_hook_guards = False
-    supported = inspect.signature(torch.compile).parameters
+    # Lightning replaces torch.compile by a function that copies the backend into the user's model
+    torch_compile = inspect.unwrap(torch.compile)
+    supported = inspect.signature(torch_compile).parameters
     limits = {"recompile_limit": limit, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in limits.items() if key in supported}
     with _ignore_tracing_in_other_threads():
-        captured = torch.compile(
+        captured = torch_compile(
             function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
         )
     start_build()
@@ -74,6 +79,11 @@ def optimize(
         backend,
         find_inline_wrapper(function, captured),
     )
+
+
+def _make_caller(module: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a TorchScript module: a graph break, where `torch.compile` refuses the module."""
+    return lambda *args, **kwargs: module(*args, **kwargs)
 
 
 def collect_breaks(
@@ -100,12 +110,13 @@ def collect_breaks(
 
 
 def is_capturing() -> bool:
-    """Whether this thread captures the code that runs now, or computes forward-mode derivatives.
+    """Whether this thread captures the code that runs now (also by `torch.jit.trace`), or computes
+    forward-mode derivatives.
 
     `torch.compiler.is_compiling()` is also true while another thread compiles. Forward-mode derivatives
     are attached to tensors, where generated kernels don't see them.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or _get_tracing_state() is not None:
         return True
     if not _may_trace():  # 0.1 µs instead of 0.4
         return False

@@ -5,9 +5,9 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
   `fullgraph=True` the failed capture is an error. `program_errors.py` has what concerns errors of the program
-  itself, `python_numbers.py` the arithmetic of symbols, `matmul_rules.py` the rules of grouped matmuls.
-- A function on which TorchDynamo itself fails (an internal error) runs in eager mode, and the functions that it
-  calls are captured. With `FULGURITE_STRICT=1` and `fullgraph=True` it is an error.
+  itself, `python_numbers.py` the arithmetic of symbols, `tensor_attributes.py` attributes, `matmul_rules.py` the
+  rules of grouped matmuls, `autograd_functions.py` functions with a backward of their own.
+- A function on which TorchDynamo itself fails runs in eager mode (`failed_functions.py`).
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
@@ -25,12 +25,16 @@ In: their functions. Out: the same functions, corrected when this module is firs
   gives it the strides of its input, of which several elements may share an address.
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
+- Elementwise ops of tensors that are contiguous and channels-last, as with one channel, give contiguous ones.
+  The FakeTensor rule went by the strides of dimensions of size 1, and a later `cat` was channels-last.
 - `torch._foreach_lerp_` writes its tensors one after another (`foreach.py`).
 - An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
   that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
+- Ops of a tensor subclass without `__torch_dispatch__` run in the first call of a graph, too. The mode in
+  which AOTAutograd looks at custom ops there refused them.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
-- `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
+- `5 in (n, m)`, `n in range(5)` and `values.pop(n)` with integers that became symbols take their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -50,20 +54,28 @@ import torch._prims_common
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
-from torch._dynamo import convert_frame, exc, polyfills, symbolic_convert, utils
+from torch._dynamo import exc, polyfills, symbolic_convert, utils
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false, is_cpu_scalar_tensor
 from torch._subclasses.fake_impls import register_op_impl
 from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
     guard_or_false,
 )
 
-from fulgurite.capture import matmul_rules, python_numbers, recurrent
+from fulgurite.capture import (
+    autograd_functions,
+    failed_functions,
+    matmul_rules,
+    python_numbers,
+    recurrent,
+    tensor_attributes,
+)
 from fulgurite.capture.foreach import lerp_in_place
 from fulgurite.capture.mixed_norms import (
     fake_group_norm,
@@ -76,7 +88,6 @@ from fulgurite.capture.program_errors import (
     breaks_at_failed_op,
     check_node,
     mark_assert,
-    skips_failed_functions,
 )
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -106,7 +117,6 @@ def install() -> None:
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
     _replace(utils, "run_node", check_node)
-    _replace(convert_frame, "InternalTorchDynamoError", _skip_failed_function)
     _replace(builder, "set_example_value", _break_at_unbound_sizes)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
@@ -123,16 +133,24 @@ def install() -> None:
     _compute_when_traced(grid_backward, _affine_grid_backward)
     _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
     _replace(torch._prims_common, "clone_preserve_strides", _copy_expanded)
+    order = "compute_elementwise_output_logical_to_physical_perm"
+    _replace(torch._prims_common, order, _order_contiguous_first)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
+    mode = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
+    _replace(mode, "__torch_dispatch__", _run_plain_subclasses)
     _replace(polyfills, "foreach_lerp_inplace", lambda _: lerp_in_place)
     _replace(lists, "iter_contains", _contains)
+    _replace(lists.CommonListMethodsVariable, "call_method", _pop)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
+    autograd_functions.install()
+    failed_functions.install()
     python_numbers.install()
     matmul_rules.install()
     recurrent.install()
+    tensor_attributes.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)
@@ -161,6 +179,18 @@ def _make_contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: rule(*args).contiguous()
 
 
+def _order_contiguous_first(find_order: Callable[..., Any]) -> Callable[..., Any]:
+    """Elementwise ops of tensors that are contiguous and channels-last, as with one channel."""
+
+    def find(*tensors: Any, **options: Any) -> tuple[list[int], bool]:
+        arrays = [x for x in tensors if isinstance(x, Tensor) and not is_cpu_scalar_tensor(x)]
+        if arrays and all(map(is_contiguous_or_false, arrays)):
+            return [*range(arrays[0].dim())], False
+        return find_order(*tensors, **options)
+
+    return find
+
+
 def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def copy(x: Tensor) -> Tensor:
         pairs = zip(x.shape, x.stride(), strict=True)
@@ -185,6 +215,23 @@ def _rebuild_by_strides(original: Callable[..., Any]) -> Callable[..., Any]:
         return created, *others
 
     return create
+
+
+def _run_plain_subclasses(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __torch_dispatch__(
+        self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = original(self, op, types, args, kwargs)
+        if result is NotImplemented and not any(map(_has_dispatch, types)):
+            return op(*args, **kwargs)
+        return result
+
+    return __torch_dispatch__
+
+
+def _has_dispatch(kind: Any) -> bool:
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -352,25 +399,6 @@ def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoRe
     return raise_for_failed_op
 
 
-def _skip_failed_function(original: type[Exception]) -> Callable[[str], Exception]:
-    """TorchDynamo raises what this returns. After `Unsupported` it runs the function in eager mode."""
-
-    def make_error(text: str) -> Exception:
-        if not skips_failed_functions():
-            return original(text)
-        LOG.warning("capture failed, eager mode runs the function: %s", text)
-        warnings.warn(
-            f"a function could not be captured: {text}\n"
-            "  runs instead   the function itself, in eager mode\n"
-            "  next           this is a failure of TorchDynamo; FULGURITE_STRICT=1 raises the error",
-            FallbackWarning,
-            stacklevel=2,
-        )
-        return exc.Unsupported(text)
-
-    return make_error
-
-
 def _contains(original: Callable[..., Any]) -> Callable[..., Any]:
     def contains(items: Iterable[Any], search: Any, *args: Any, **kwargs: Any) -> Any:
         items = list(items)
@@ -379,6 +407,15 @@ def _contains(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(items, search, *args, **kwargs)
 
     return contains
+
+
+def _pop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if name == "pop":
+            args = [_specialize(arg) for arg in args]
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 def _range_contains(original: Callable[..., Any]) -> Callable[..., Any]:

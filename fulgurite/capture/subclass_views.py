@@ -4,11 +4,13 @@ In: a captured graph. Out: whether it returns such a view. It then runs as captu
 
 AOTAutograd returns a view of an input, or of another output, as a view of that tensor: by the view's own
 function, which autograd keeps, or else by `as_strided`. A view of a DTensor has no such function, and DTensor
-has no `as_strided`.
+has no `as_strided`. A class may also make wrappers without the offset of what they hold: `as_strided` then
+finds another part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fulgurite.trace.node_meta import example_value
 
-LOST_VIEWS = "it returns views of {name}s, which have no as_strided"
+LOST_VIEWS = "it returns views of {name}s, which as_strided does not find"
 
 
 def describe_lost_views(module: fx.GraphModule) -> str | None:
@@ -30,7 +32,8 @@ def describe_lost_views(module: fx.GraphModule) -> str | None:
             continue
         # views of other outputs are rebuilt for autograd alone
         bases = [*inputs, *(outputs if value.requires_grad else [])]
-        if any(_is_view(value, base) for base in bases) and not _has_as_strided(value):
+        views = [base for base in bases if _is_view(value, base)]
+        if not all(_finds_by_strides(value, base) for base in views):
             return LOST_VIEWS.format(name=type(value).__name__)
     return None
 
@@ -44,9 +47,21 @@ def _is_view(value: Tensor, base: Any) -> bool:
     return value.shape != base.shape or value.stride() != base.stride()
 
 
-def _has_as_strided(value: Tensor) -> bool:
+def _finds_by_strides(value: Tensor, base: Tensor) -> bool:
+    """Whether `as_strided` of the base gives the value."""
     try:
-        view = value.as_strided((), (), 0)
+        view = base.as_strided(value.shape, value.stride(), value.storage_offset())
     except (RuntimeError, NotImplementedError):
         return False
-    return type(view) is type(value)  # a fallback of the subclass may return a plain tensor
+    if type(view) is not type(value):  # a fallback of the subclass may return a plain tensor
+        return False
+    return list(_iter_layouts(view)) == list(_iter_layouts(value))
+
+
+def _iter_layouts(value: Any) -> Iterator[Any]:
+    """Sizes, strides and offsets of the plain tensors in a subclass."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _iter_layouts(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value.shape, value.stride(), value.storage_offset()

@@ -21,8 +21,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch.fx.experimental._backward_state import BackwardState
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from fulgurite.capture.unused_outputs import can_make_zeros
 from fulgurite.trace.node_meta import fake_value
 
 PLAIN_OUTPUTS = (OutputType.non_alias, OutputType.unsafe_view_alias)
@@ -91,7 +91,7 @@ def read_signature(
             if gradients[k] is None and info.requires_grad and not info.is_leaf
         ),
         written_inputs=tuple(metadata.mutated_graph_handled_indices_seen_by_autograd),
-        may_miss_gradients=len(tangents) > 1 and _are_static(backward),
+        may_miss_gradients=len(tangents) > 1 and can_make_zeros(backward, len(tangents)),
         forbids_deterministic=metadata.deterministic is False,
         dynamic_dims=tuple((k, x.dynamic_dims) for k, x in enumerate(outputs) if x.dynamic_dims),
     )
@@ -149,13 +149,6 @@ def _find_tangents(backward: fx.GraphModule, metadata: Any) -> tuple[Tangent, ..
             return None
         tangents.append(Tangent(output.idx, meta, _static_stride(placeholders[position])))
     return tuple(tangents)
-
-
-def _are_static(backward: fx.GraphModule) -> bool:
-    """Whether all inputs of the backward graph have static sizes."""
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    values = [fake_value(node) for node in placeholders]
-    return all(isinstance(value, Tensor) and not free_symbols(value) for value in values)
 
 
 def _static_stride(placeholder: fx.Node) -> tuple[int, ...] | None:

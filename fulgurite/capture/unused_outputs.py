@@ -6,7 +6,8 @@ outputs without a gradient, built when it is first needed.
 A model of transformers returns its loss, its logits and its KV cache, and only the loss has a gradient. AOTAutograd
 takes zeros for the others: for logits, hundreds of megabytes that are filled and added at every step. Here,
 such tangents are removed from the graph, with everything that they alone contribute to. As in eager mode, an
-input that no gradient reaches gets none (None).
+input that no gradient reaches gets none (None). Where an op needs the zeros, symbolic sizes are computed from
+the graph's other inputs.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
+import sympy
 import torch
-from torch import fx
+from torch import SymInt, Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.metadata import use_fake_mode
 from fulgurite.trace.node_meta import fake_value, set_fake_value
+from fulgurite.transforms.traced_sizes import OPERATIONS, TracedSizes
 
 aten = torch.ops.aten
 Build = Callable[[fx.GraphModule], Any]
@@ -97,10 +103,13 @@ def remove_tangents(
                 zeros.add(node)
             elif node.target in ADDITIONS:
                 _drop_summand(graph, node, zeros)
-    _return_none(graph, zeros)
-    filled = _Zeros(graph)
-    for node in [node for node in graph.nodes if node in zeros]:
+    _return_none(graph, zeros | _find_unreached(graph, tangents, zeros))
+    filled = _Zeros(graph, zeros)
+    for node in reversed([node for node in graph.nodes if node in zeros]):
         if any(user not in zeros for user in node.users):
+            if node.op != "placeholder" and free_symbols(fake_value(node)):
+                zeros.remove(node)  # computed from zeros, by sizes that the graph has
+                continue
             node.replace_all_uses_with(
                 filled.like(node), delete_user_cb=lambda user: user not in zeros
             )
@@ -144,6 +153,20 @@ def _drop_summand(graph: fx.Graph, node: fx.Node, zeros: set[fx.Node]) -> None:
     graph.erase_node(node)
 
 
+def _find_unreached(
+    graph: fx.Graph, tangents: Sequence[fx.Node], zeros: set[fx.Node]
+) -> set[fx.Node]:
+    """What is computed from missing tangents and from no other: as gradients of inputs, they are None."""
+    reached, unreached = {node for node in tangents if node not in zeros}, set(zeros)
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if not reached.isdisjoint(sources):
+            reached.add(node)
+        elif not unreached.isdisjoint(sources):
+            unreached.add(node)
+    return unreached - reached
+
+
 def _return_none(graph: fx.Graph, zeros: set[fx.Node]) -> None:
     output = graph.output_node()
     returned = output.args[0]
@@ -155,30 +178,82 @@ def _return_none(graph: fx.Graph, zeros: set[fx.Node]) -> None:
         output.meta["desc"] = [None if node is None else desc for desc, node in pairs]
 
 
+def can_make_zeros(module: fx.GraphModule, num_tangents: int) -> bool:
+    """Whether the other inputs of a backward graph tell the symbolic sizes of its tangents."""
+    values = [fake_value(node) for node in module.graph.find_nodes(op="placeholder")]
+    first = len(values) - num_tangents
+    sizes = TracedSizes(values[:first])
+    try:
+        for tangent in values[first:]:
+            for size in (*tangent.shape, *tangent.stride()):
+                sizes.find(size)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class _Zeros:
     """Tensors of zeros at the beginning of a graph, one for each layout."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, removed: set[fx.Node]) -> None:
         self.graph, self.made = graph, {}  # type: tuple[fx.Graph, dict[Any, fx.Node]]
         self.first = next(node for node in graph.nodes if node.op != "placeholder")
+        placeholders = graph.find_nodes(op="placeholder")
+        self.sizes = _SizeNodes([node for node in placeholders if node not in removed], self._call)
 
     def like(self, node: fx.Node) -> fx.Node:
         value = fake_value(node)
         assert isinstance(value, FakeTensor), f"{node} is zero and no tensor"
         size, stride = list(value.shape), list(value.stride())
-        key = (*size, *stride, value.dtype, value.device)
+        key = (*map(str, (*size, *stride)), value.dtype, value.device)
         if key not in self.made:
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            shape = size if value.is_contiguous() else [span]
             with self.graph.inserting_before(self.first), use_fake_mode(value.fake_mode):
-                made = self._call(aten.full.default, (shape, 0), options)
-                if not value.is_contiguous():
-                    made = self._call(aten.as_strided.default, (made, size, stride), {})
-            self.made[key] = made
+                self.made[key] = self._fill(value, size, stride)
         return self.made[key]
+
+    def _fill(self, value: FakeTensor, size: list[Any], stride: list[Any]) -> fx.Node:
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        if is_contiguous_or_false(value):
+            return self._call(aten.full.default, ([*map(self.sizes.find, size)], 0), options)
+        layout = [*map(self.sizes.find, size)], [*map(self.sizes.find, stride)]
+        made = self._call(aten.empty_strided.default, layout, options)
+        return self._call(aten.fill.Scalar, (made, 0), {})
 
     def _call(self, op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(op, args, options)
         set_fake_value(node, op(*fx.node.map_arg(args, fake_value), **options))
         return node
+
+
+class _SizeNodes:
+    """The sizes and strides that the inputs of a graph have, as nodes of that graph."""
+
+    def __init__(self, inputs: Sequence[fx.Node], call: Callable[..., fx.Node]) -> None:
+        self._call = call
+        self._known: dict[sympy.Expr, Any] = {}  # a node, or how to make it
+        for node in inputs:
+            value = fake_value(node)
+            if isinstance(value, SymInt):
+                self._known.setdefault(value.node.expr, node)
+            elif isinstance(value, Tensor):
+                reads = ((aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride()))
+                for op, numbers in reads:
+                    for dim, number in enumerate(numbers):
+                        if isinstance(number, SymInt):
+                            self._known.setdefault(number.node.expr, (op, (node, dim), {}))
+
+    def find(self, size: int | SymInt) -> Any:
+        return self._find(size.node.expr) if isinstance(size, SymInt) else size
+
+    def _find(self, expression: sympy.Expr) -> Any:
+        found = self._known.get(expression)
+        if isinstance(found, tuple):
+            found = self._call(*found)
+        elif found is None and expression.is_Integer:
+            return int(expression)
+        elif found is None:
+            operation = OPERATIONS[expression.func]
+            terms = map(self._find, expression.args)
+            found = reduce(lambda left, right: self._call(operation, (left, right), {}), terms)
+        self._known[expression] = found
+        return found

@@ -30,6 +30,10 @@ CHANNELS_LAST_GRADIENTS = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
+ANTIALIASED_GRADIENTS = (
+    aten._upsample_bilinear2d_aa_backward.default,
+    aten._upsample_bicubic2d_aa_backward.default,
+)
 DECOMPOSING_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -56,6 +60,10 @@ def keep_upsampling_whole() -> Iterator[None]:
                 keeps_format = backward in CHANNELS_LAST_GRADIENTS
                 backward.default.py_kernels[DispatchKey.Meta] = _make_gradient_meta(keeps_format)
                 backward.default._dispatch_cache.clear()
+            for op in ANTIALIASED_GRADIENTS:
+                saved.append((op, dict(op.py_kernels)))
+                op.py_kernels[DispatchKey.Meta] = _make_gradient_meta(keeps_format=True)
+                op._dispatch_cache.clear()
             yield
         finally:
             for overload, kernels in saved:

@@ -54,7 +54,7 @@ from fulgurite.trace.node_meta import (
     set_executor,
     set_fake_value,
 )
-from fulgurite.trace.op_names import GENERIC_OPS, name_from_ops
+from fulgurite.trace.op_names import GENERIC_OPS, name_from_ops, name_of_op
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
 from fulgurite.units import format_bytes
@@ -281,17 +281,9 @@ def _is_region(group: Group) -> bool:
 
 def _name_region(nodes: list[fx.Node]) -> str:
     """A name that the user recognizes: composite ops first, then specific ops."""
-    composites = [_op_name(composite_of(n).target) for n in nodes if composite_of(n) is not None]
-    rest = [n for n in nodes if not _is_free(n) and composite_of(n) is None]
-    names = [_op_name(n.target) for n in rest]
+    composites = [name_of_op(n) for n in nodes if composite_of(n) is not None]
+    names = [name_of_op(n) for n in nodes if not _is_free(n) and composite_of(n) is None]
     return name_from_ops(names, first=composites, generic=GENERIC_REGION_OPS, max_ops=2)
-
-
-def _op_name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    full = schema.name.split("::")[1] if schema else getattr(target, "__name__", "region")
-    name = full.strip("_").removeprefix("native_")
-    return name if name.isidentifier() else "region"
 
 
 def _use_claiming_executor(region: ClaimedRegion) -> ExecutorChoice:

@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -38,9 +38,11 @@ from fulgurite.train.config_file import (
 )
 from fulgurite.train.data.tokenizer import LOCK
 from fulgurite.train.drill import run_drill
-from fulgurite.train.finish import EXPORT, TOKENIZER, RunResult, read_result, write_sample
+from fulgurite.train.finish import EXPORT, RESULT, TOKENIZER, RunResult, read_result, write_sample
+from fulgurite.train.metrics import read_metrics
 from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
+from fulgurite.train.run_folder import hold_run
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
 from fulgurite.train.supervisor import CONFIG, supervise
@@ -52,6 +54,8 @@ RUNS = Path("runs")
 CONFIG_SUFFIXES = (".toml", ".py")
 DRILL_STEPS = 40
 DRILL_RANKS = 2
+# of a run that goes on: its folder and its tokenizer
+FIXED_FIELDS = ("size", "output", "data.tokenizer", "data.vocab_size")
 # options that are no fields of the config, and whether a value follows them
 OPTIONS = {"size": True, "ranks": True, "resume": True, "drill": False, "print-config": False}
 
@@ -137,21 +141,27 @@ def run_train(options: argparse.Namespace) -> None:
     if options.drill:
         _run_drill(config, options.ranks)
         return
+    is_numbered, is_new = config.output is None, options.resume is None and not is_rank()
     config = choose_output(config, options.resume)
     world = None if is_rank() else options.ranks
     check_run(resolve(config, world), world)  # raises before a folder is made
-    with create_output(config, is_new=options.resume is None and not is_rank()):
+    with create_output(config, is_new, is_numbered) as config:
         if is_rank():
             train(config)  # torchrun started this process
             return
-        if options.ranks != 1:
-            status = supervise(config, options.ranks, train)
-            if status:
-                raise SystemExit(status)
-        else:
-            train(config)
-    assert config.output is not None, "choose_output has set it"
-    print_summary(resolve(config, options.ranks), read_result(Path(config.output)))
+        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
+        assert config.output is not None, "choose_output has set it"
+        folder = Path(config.output)
+        if not status or (folder / RESULT).is_file():  # else a signal came before the first step
+            print_summary(resolve(config, options.ranks), read_result(folder))
+    if status:
+        raise SystemExit(status)
+
+
+def _train(config: TrainConfig) -> int:
+    """A run in this process; its exit status: 0, or 128 + the signal that ended it."""
+    result = train(config)
+    return 128 + result.stopped_by if result.stopped_by is not None else 0
 
 
 def is_rank() -> bool:
@@ -188,7 +198,7 @@ def read_options(options: argparse.Namespace) -> TrainConfig:
 def _check_resumed(overrides: Sequence[tuple[str, str]]) -> None:
     """Raise for options that can't change a run that has begun."""
     for name, text in overrides:
-        if name in ("size", "output"):
+        if name in FIXED_FIELDS:
             raise ArgumentError(
                 f"--{name} {text} can't change a run that is resumed",
                 next=f"leave it out, or start a new run without --resume: --{name} {text}",
@@ -226,10 +236,7 @@ def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig
             raise ArgumentError("ranks of a launcher share no folder", next="set --output FOLDER")
         return config
     if config.output is None:
-        number = 1
-        while (RUNS / f"{config.size}-{number:03}").exists():
-            number += 1
-        return replace(config, output=str(RUNS / f"{config.size}-{number:03}"))
+        return choose_number(config)
     if list_checkpoints(Path(config.output) / CHECKPOINTS):
         raise ArgumentError(
             f"{config.output} has a run already",
@@ -242,29 +249,70 @@ def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig
     return config
 
 
+def choose_number(config: TrainConfig) -> TrainConfig:
+    """The config with the next folder under runs/ that is not there."""
+    number = 1
+    while (RUNS / f"{config.size}-{number:03}").exists():
+        number += 1
+    return replace(config, output=str(RUNS / f"{config.size}-{number:03}"))
+
+
 @contextmanager
-def create_output(config: TrainConfig, is_new: bool) -> Iterator[None]:
-    """Make the folder of a run. It is removed if the run ends before it has a config in it, as with text
-    that is too short. A new run does not use the tokenizer of one that was killed at that point.
+def create_output(
+    config: TrainConfig, is_new: bool, is_numbered: bool = False
+) -> Iterator[TrainConfig]:
+    """Make the folder of a run and hold it. Yields the config, with the next number if another run took
+    the one of `choose_output` in between.
+
+    The folder is removed if the run ends before it has a config in it, as with text that is too short, or
+    by an error that a user can repair before its first step. A new run does not use the tokenizer of
+    one that was killed at that point.
     """
+    config, is_made = _make_folder(config, is_numbered)
+    assert config.output is not None, "choose_output has set it"
+    folder = Path(config.output)
+    has_failed = False
+    try:
+        with hold_run(folder) if not is_rank() or os.environ.get("RANK") == "0" else nullcontext():
+            if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
+                shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+            yield config
+    except ArgumentError:
+        has_failed = True
+        raise
+    finally:
+        is_empty = not (folder / CONFIG).exists() or (has_failed and not has_begun(folder))
+        if is_made and is_empty:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folder(config: TrainConfig, is_numbered: bool) -> tuple[TrainConfig, bool]:
+    """Make the folder of a run; whether it was not there."""
     assert config.output is not None, "choose_output has set it"
     folder = Path(config.output)
     is_made = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=not is_numbered)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except FileExistsError as error:
+        if is_numbered:
+            return _make_folder(choose_number(config), is_numbered)
+        raise _unwritable(folder, error) from error
     except OSError as error:
-        raise ArgumentError(
-            f"the run can't be written to {folder}: {error.strerror}", next="give another --output"
-        ) from error
-    if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
-        shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-    try:
-        yield
-    finally:
-        if is_made and not (folder / CONFIG).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        raise _unwritable(folder, error) from error
+    return config, is_made
+
+
+def _unwritable(folder: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(
+        f"the run can't be written to {folder}: {error.strerror}", next="give another --output"
+    )
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run has done a step."""
+    return bool(list_checkpoints(folder / CHECKPOINTS) or read_metrics(folder))
 
 
 def print_summary(config: TrainConfig, result: RunResult) -> None:
@@ -317,7 +365,10 @@ def _run_drill(config: TrainConfig, ranks: int) -> None:
         config = replace(config, output=f"{config.output}-drill")
     ranks = ranks if ranks > 1 else DRILL_RANKS
     check_run(resolve(config, ranks), ranks)
-    report = run_drill(config, ranks, train, seed=config.seed)
+    assert config.output is not None, "choose_output has set it"
+    Path(config.output).mkdir(parents=True, exist_ok=True)
+    with hold_run(Path(config.output)):
+        report = run_drill(config, ranks, train, seed=config.seed)
     print(report.describe())
     if not report.has_passed:
         raise SystemExit(1)

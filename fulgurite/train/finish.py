@@ -43,6 +43,7 @@ class RunResult:
         skipped: steps that were not finite.
         export: the folder that the engine loads; None: not written.
         task: figures of fine-tuning in the last step, such as the mean reward of GRPO.
+        stopped_by: the number of the signal that ended the run before its last step.
     """
 
     output: str
@@ -55,6 +56,7 @@ class RunResult:
     skipped: int = 0
     export: str | None = None
     task: dict[str, float] = field(default_factory=dict)
+    stopped_by: int | None = None
 
 
 def export_run(parts: Parts) -> Path:

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, FulguriteError
-from fulgurite.lifeline import Lifeline
+from fulgurite.lifeline import Lifeline, bind
 from fulgurite.parallel.processes.launch import PRELOADED_MODULES, find_pid, rank_environment
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.heartbeat import Beat, beat_path, error_path, read_beat
@@ -157,6 +157,7 @@ def _run_rank(
     errors: Path,
 ) -> None:
     """The process of a rank."""
+    bind(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles ctrl-C, and sends SIGTERM
     os.environ.clear()
     os.environ.update(environment)

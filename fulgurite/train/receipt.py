@@ -43,6 +43,8 @@ from fulgurite.train.config import TrainConfig
 LINES = "receipt.jsonl"
 SUMMARY = "receipt.json"
 FORMAT = 1
+# Fields of the config that decide about losses; others say what is written, and on how many ranks.
+COMPUTED = ("model.", "data.", "optimizer.", "loss.", "precision.", "tune.", "seed", "batch_size")
 
 
 class ReceiptWarning(UserWarning):
@@ -58,6 +60,8 @@ class Receipt:
         lines = _remove_torn_line(folder / LINES)
         events = parse_lines(lines)
         self._chain = events[-1].get("chain", "") if events else ""
+        starts = [event for event in events if event.get("kind") == "start"]
+        self._before = starts[-1] if starts else None  # how this run was started last
         self._losses = {e["step"]: e["loss"] for e in events if e.get("kind") == "step"}
         self._file: FileIO | None = (folder / LINES).open("ab", buffering=0)
         self._unwritten = b""  # a full disk must not end a run: these lines wait for room
@@ -90,6 +94,8 @@ class Receipt:
                 "name": resumed_from.name,
                 "sha256": hash_checkpoint(resumed_from),
             }
+            if receipt._before is not None:
+                report_changes(receipt._before, start)
         receipt._append(start, sync=True)
         return receipt
 
@@ -143,6 +149,35 @@ class Receipt:
                     path = self.folder / LINES
                     LOG.warning("%s can't be written, the run goes on: %s", path, error.strerror)
                 self._is_refused = True
+
+
+def report_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of a run that goes on with other data, or with a config that changes what it computes."""
+    after = json.loads(json.dumps(now))  # tuples become lists, as in the file
+    old, new = (_flatten(start.get("config") or {}) for start in (before, after))
+    changed = [
+        f"{name} {old.get(name)} → {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name.startswith(COMPUTED)
+    ]
+    if changed:
+        LOG.warning("the run goes on with another config: %s", "; ".join(changed))
+    data = [
+        name for name, value in after["data"].items() if before.get("data", {}).get(name) != value
+    ]
+    if data:
+        LOG.warning("the run goes on with other data than before: %s changed", ", ".join(data))
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All fields by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            found |= _flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def extend_chain(chain: str, event: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ weights, optimizer, step and the number of skipped steps; the loader needs the s
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,6 +37,7 @@ from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
 from fulgurite.train.report import EXPLANATION_FILE
+from fulgurite.train.run_log import LOG_FILE, RunLog
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
@@ -44,7 +46,6 @@ from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
-LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 
 
@@ -66,6 +67,7 @@ class Trainer:
         self.skip_cause: str | None = None  # of the last steps, if they were not finite
         self.record: StepRecord | None = None
         self.evaluation: Evaluation | None = None
+        self.stopped_by: signal.Signals | None = None
         self.run_step = TrainStep(
             parts.loss_module, parts.model, parts.optimizer, parts.layout, config
         )
@@ -127,7 +129,7 @@ class Trainer:
             profiler = stack.enter_context(_closing(StepProfiler(self.config.log.profile, folder)))
             stop = stack.enter_context(StopRequest(self.layout.rank, self.layout.world_size))
             meter, saved, is_due = self._make_meter(), self.step, False
-            is_explained = False
+            is_explained = should_stop = False
             while self.step < self.steps:
                 profiler.before(self.step)
                 self._run_one(loader, meter, writer, receipt)
@@ -137,8 +139,10 @@ class Trainer:
                     meter.skip_time()
                 heartbeat.beat(self.step)
                 manager.check()
-                should_stop = stop.poll()
+                should_stop = should_stop or stop.poll()
                 is_due = is_due or _is_due(section.every, self.step)
+                if not loader.can_resume(self.step) and self.step < self.steps:
+                    continue
                 # weights that give no finite loss would replace the checkpoint to go back to
                 can_wait = self.skip_cause is not None
                 if (is_due and not can_wait) or should_stop or self.step == self.steps:
@@ -147,6 +151,7 @@ class Trainer:
                     meter.skip_time()
                     saved = self.step
                 if should_stop:
+                    self.stopped_by = stop.received or signal.SIGTERM  # or another rank got it
                     break
             if saved == self.step:
                 manager.wait()
@@ -201,15 +206,15 @@ class Trainer:
     def _report_skip(self, result: StepResult, batches: Sequence[Batch]) -> None:
         """Say what was not finite; end the run if it was too often."""
         self.skipped += 1
-        if self.skip_cause is None:  # of the first one in a row: naming runs the step op by op
+        is_first = self.skip_cause is None
+        if is_first:  # of the first one in a row: naming runs the step op by op
             self.skip_cause = "ranks share the model; run the step on one rank to name the op"
             if self._runs_alone():
                 self.skip_cause = name_nonfinite(self.parts.eager, batches)
-        cause = self.skip_cause
+        cause = self.skip_cause or ""
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
-        LOG.warning("%s; skipped: %s", text, cause)
-        self.tell("skip", f"{text}: {cause}")
+        LOG.warning("%s; skipped: %s", text, cause if is_first else "as the step before")
         if self.skipped > limit:
             raise NonFiniteError(
                 f"{self.skipped} steps were not finite; {text}",
@@ -306,23 +311,23 @@ class _closing(ExitStack):
 
 def train(config: TrainConfig) -> RunResult:
     """A whole run on this rank: it goes on from the newest checkpoint of `config.output`."""
-    config = resolve(config)
-    assert config.output is not None, "a run has a folder"
-    check_run(config)
-    folder = Path(config.output)
-    parts = build_parts(config)
-    view = make_view(config.log, config.steps or 1) if parts.is_first else None
-    if parts.is_first:
-        _log_to_file(folder / LOG_FILE)
-    trainer = Trainer(parts, view)
-    if view is not None:
-        view.start(describe_run(parts))
-    try:
-        is_finished = trainer.run(folder)
-    finally:
+    with RunLog(is_first=int(os.environ.get("RANK", "0")) == 0) as log:
+        config = resolve(config)
+        assert config.output is not None, "a run has a folder"
+        check_run(config)
+        folder = Path(config.output)
+        parts = build_parts(config)
+        log.open(folder / LOG_FILE)
+        view = make_view(config.log, config.steps or 1) if parts.is_first else None
+        trainer = Trainer(parts, view)
         if view is not None:
-            view.close()
-    return _finish(parts, trainer, is_finished)
+            view.start(describe_run(parts))
+        try:
+            is_finished = trainer.run(folder)
+        finally:
+            if view is not None:
+                view.close()
+        return _finish(parts, trainer, is_finished)
 
 
 def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
@@ -341,6 +346,7 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
         skipped=trainer.skipped,
         export=None if export is None else str(export),
         task={} if record is None else dict(record.task),
+        stopped_by=None if is_finished else trainer.stopped_by,
     )
     if parts.is_first:
         result = keep_figures(result) if record is None else result
@@ -349,18 +355,6 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
     if close is not None:
         close()
     return result
-
-
-def _log_to_file(path: Path) -> None:
-    """Warnings and what was compiled also go to a file of the run."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.setLevel(logging.INFO)
-    for other in list(LOG.handlers):
-        if isinstance(other, logging.FileHandler):  # of an earlier run of this process
-            LOG.removeHandler(other)
-            other.close()
-    LOG.addHandler(handler)
 
 
 def describe_run(parts: Parts) -> str:

@@ -175,6 +175,17 @@ class PlainView:
         print(line.encode(encoding, "replace").decode(encoding), file=self.stream, flush=True)
 
 
+class Waiting:
+    """A line with the seconds since it was made; a live view draws it again and again."""
+
+    def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.text, self._clock, self._start = text, clock, clock()
+
+    def __rich__(self) -> Text:
+        line = f"{self.text}   {self._clock() - self._start:.0f} s"
+        return Text(line, style=QUIET, no_wrap=True, overflow="ellipsis")
+
+
 class LiveView:
     """Lines that are drawn again at every step, with events above them."""
 
@@ -188,7 +199,8 @@ class LiveView:
 
     def start(self, headline: str) -> None:
         self.console.print(Text(headline, style="bold"))
-        self._live = Live(console=self.console, refresh_per_second=8, transient=False)
+        waiting = Waiting("waiting for the first step, which compiles kernels")
+        self._live = Live(waiting, console=self.console, refresh_per_second=8, transient=False)
         self._live.start()
 
     def step(self, record: StepRecord, seconds_left: float | None = None) -> None:

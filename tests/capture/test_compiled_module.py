@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +32,63 @@ def test_hooks_and_an_overridden_call():
     torch.testing.assert_close(compiled(x, factor=5), plain * 5)
     compiled.register_forward_hook(lambda module, inputs, output: output * 0)
     assert fulgurite.compile(compiled)(x).abs().sum() == 0
+
+
+def test_a_class_is_not_told_of_the_compiled_class():
+    class Layer(nn.Module):
+        kinds: ClassVar[list[type]] = []
+
+        def __init_subclass__(cls, name: str) -> None:
+            cls.kinds.append(cls)
+
+        def forward(self, x):
+            return x + len(self.kinds)
+
+    class Named(Layer, name="named"):
+        pass
+
+    compiled = fulgurite.compile(Named())
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert Layer.kinds == [Named]
+
+
+def test_a_class_that_forbids_new_attributes():
+    class Frozen(nn.Module):
+        def __setattr__(self, name, value):
+            if not name.startswith("_"):
+                super().__setattr__(name, value)
+
+        def forward(self, x):
+            return x + 1
+
+    module = Frozen()
+    compiled = fulgurite.compile(module)
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert compiled.__dict__ is module.__dict__
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.jit.script(nn.Linear(3, 3)),
+        lambda: torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3)),
+        lambda: nn.Sequential(torch.jit.script(nn.Sequential(*[Block() for _ in range(4)]))),
+    ],
+    ids=["scripted", "traced", "repeated layers"],
+)
+def test_torchscript_runs_as_it_is(make):
+    module, x = make(), torch.randn(2, 3)
+    compiled = fulgurite.compile(module)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert isinstance(compiled, type(module)) and compiled.breaks
+    torch.testing.assert_close(copy.deepcopy(compiled)(x), module(x))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 
 import pytest
 import torch
+from torch import nn
 
 import fulgurite
 from fulgurite.capture import dynamo
@@ -100,6 +103,14 @@ def test_exporting_a_compiled_module_exports_the_module():
         torch.testing.assert_close(exported(ANY), compiled(ANY))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_jit_traces_the_original():
+    module, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    compiled, function = fulgurite.compile(module), fulgurite.compile(torch.relu)
+    torch.testing.assert_close(torch.jit.trace(compiled, x)(x), module(x))
+    torch.testing.assert_close(torch.jit.trace(function, x)(x), x.relu())
+
+
 def test_guards_are_timed_only_for_their_log(monkeypatch):
     timed: list[int] = []
     monkeypatch.setattr(dynamo, "_profile_guard_manager", lambda *args: timed.append(1) or 1.0)
@@ -109,3 +120,20 @@ def test_guards_are_timed_only_for_their_log(monkeypatch):
     torch._dynamo.reset()
     fulgurite.compile(torch.cos)(torch.ones(3))
     assert timed
+
+
+def test_replaced_torch_compile(monkeypatch):
+    """A package that replaces `torch.compile`, as Lightning does, sees the user's calls only."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def copy_options(model, **options):
+        compiled = original(model, **options)
+        if isinstance(model, nn.Module):
+            compiled._compile_kwargs = copy.deepcopy(options)
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", copy_options)
+    model = nn.Linear(3, 2)
+    torch.testing.assert_close(fulgurite.compile(model)(ANY), model(ANY))
+    assert not hasattr(model, "_compile_kwargs")

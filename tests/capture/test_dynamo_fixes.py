@@ -104,6 +104,7 @@ INTEGERS = [(1, 2), (3, 4), (5, 1), (2, 5), (-3, 7), (5, 5), (0, 0), (4, 9)]
         lambda x, n, m: x + (1 if n not in range(m) else 2),
         lambda x, n, m: x + (n, m, 5).count(5) + [n, m, 5].index(5),
         lambda x, n, m: x + (1 if 5 in {1: n, 2: m}.values() else 2),
+        lambda x, n, m: [x, x * 2, x * 3].pop(n % 3),
     ],
 )
 def test_symbols_in_containers(function):
@@ -414,3 +415,20 @@ def test_other_backends_raise_failures_of_dynamo(failing_dynamo, monkeypatch):
     monkeypatch.delenv("FULGURITE_STRICT")
     with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="a defect"):
         torch.compile(call_both, backend="eager")(torch.randn(5))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [torch.relu, lambda x: x * x, lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 0].exp())],
+)
+def test_one_channel_is_contiguous(op):
+    """Strides of a dimension of size 1 don't make a result channels-last."""
+    x = torch.randn(5, 1, 3, 4).to(memory_format=torch.channels_last)
+
+    def function(x):
+        y = op(x)
+        return torch.cat([y, y + 1], dim=1)
+
+    expected, found = function(x), fulgurite.compile(function)(x)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
 
 import fulgurite
 from fulgurite.capture.subclasses import specialize_symbols
@@ -228,6 +231,63 @@ def test_views_of_a_subclass_whose_as_strided_is_plain(monkeypatch):
     assert type(view) is Scaled and view.scale == 2.0 and type(product) is Tensor
     assert view.base.data_ptr() == base.data_ptr()
     torch.testing.assert_close(product, base * 6)
+
+
+class WithoutOffset(TwoTensor):
+    """Its wrapper says nothing of where in memory its parts begin."""
+
+    @staticmethod
+    def __new__(cls, a, b, outer_size=None, outer_stride=None):
+        size = a.shape if outer_size is None else outer_size
+        stride = a.stride() if outer_stride is None else outer_stride
+        return Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=a.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        return WithoutOffset(inner["a"], inner["b"], outer_size, outer_stride)
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args, kwargs):
+        parts = [
+            op(*pytree.tree_map_only(WithoutOffset, lambda x, name=name: getattr(x, name), args))
+            for name in ("a", "b")
+        ]
+        return return_and_correct_aliasing(op, args, kwargs or {}, WithoutOffset(*parts))
+
+
+@pytest.mark.filterwarnings("ignore::fulgurite.errors.FallbackWarning")
+def test_views_of_a_subclass_without_an_offset():
+    base = torch.arange(12.0).view(3, 4)
+    value = WithoutOffset(base, base * 2)
+    view, same = fulgurite.compile(lambda x: (x[1:], x.view(-1)))(value)
+    torch.testing.assert_close(view.a, base[1:])
+    torch.testing.assert_close(view.b, base[1:] * 2)
+    torch.testing.assert_close(same.a, base.view(-1))
+    assert view.a.data_ptr() == base[1:].data_ptr()
+
+
+class Named(Tensor):
+    """A subclass without `__torch_dispatch__`."""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[1:],
+        lambda x: (x, x.t(), x.unbind()),
+        lambda x: x.add_(1),
+        lambda x: (y := x.sin(), y[1:]),
+        lambda x: x.detach(),
+    ],
+)
+def test_a_subclass_without_torch_dispatch(function):
+    inputs = [torch.arange(6.0).view(2, 3).as_subclass(Named) for _ in range(2)]
+    compiled = fulgurite.compile(function)
+    for _ in range(2):
+        found, expected = compiled(inputs[0]), function(inputs[1])
+        assert pytree.tree_map(type, found) == pytree.tree_map(type, expected)
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*inputs)
 
 
 def test_the_same_subclass_as_two_inputs():

@@ -99,14 +99,17 @@ def test_zeros_of_one_layout_are_made_once():
     for node, value in zip(nodes, [x, x, x, x.t()], strict=True):
         set_fake_value(node, mode.from_tensor(value))
     sums = [graph.call_function(torch.ops.aten.cumsum.default, (n, 0)) for n in nodes]
+    sums += [graph.call_function(torch.ops.aten.hypot.default, (sums[0], n)) for n in sums]
     for node in sums:
         set_fake_value(node, fake_value(nodes[0]))
-    graph.output(tuple(sums))
-    found = remove_tangents(fx.GraphModule({}, graph), 3, (0, 1, 2))
-    kinds = [str(node.target) for node in found.graph.nodes if "full" in str(node.target)]
-    assert len(kinds) == 2, found.graph
-    for result, value in zip(found(x), [x.cumsum(0), 0 * x, 0 * x, 0 * x], strict=True):
-        torch.testing.assert_close(result, value)
+    graph.output(tuple(sums[4:]))
+    found = remove_tangents(fx.GraphModule({}, graph), 4, (1, 2, 3))
+    fills = (torch.ops.aten.full.default, torch.ops.aten.fill.Scalar)
+    made = [node.target for node in found.graph.nodes if node.target in fills]
+    assert sorted(made, key=fills.index) == [*fills]
+    total = x.cumsum(0)
+    for result, value in zip(found(x), [total, 0 * x, 0 * x, 0 * x], strict=True):
+        torch.testing.assert_close(result, total.hypot(value))
 
 
 def test_double_backward_and_batched_gradients(entry):
@@ -141,3 +144,33 @@ def test_symbolic_sizes():
         x = torch.randn(size, requires_grad=True)
         (found,) = torch.autograd.grad(compiled(x)[0].sum(), x)
         torch.testing.assert_close(found, x.cos().detach())
+
+
+@pytest.mark.parametrize("first", ["all", "loss"])
+def test_symbolic_sizes_without_zeros(first, entry):
+    """Parameters that no gradient reaches get None, not zeros, whatever the number of tokens is."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    compiled = fulgurite.compile(model, dynamic=True)
+    for size in (5, 7):
+        tokens = torch.randint(0, 50, (size - 3, size))
+        for name in [first, *USES, first]:
+            expected = find_gradients(model, USES[name], tokens)
+            found = find_gradients(compiled, USES[name], tokens)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert (ours is None) == (theirs is None), name
+                if ours is not None:
+                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert len(compiled.graphs) == 1
+
+
+def test_zeros_of_symbolic_sizes_that_an_op_needs(entry):
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sum(), x.t().cumsum(0).exp() * y.t().flatten().cumsum(0).sum()
+
+    compiled = fulgurite.compile(f, dynamic=True)
+    for size in (3, 5, 4):
+        x, y = (torch.randn(size, 4, requires_grad=True) for _ in range(2))
+        found = torch.autograd.grad(compiled(x, y)[0], (x, y), allow_unused=True)
+        torch.testing.assert_close(found[0], x.cos().detach())
+        assert found[1] is None

@@ -20,7 +20,9 @@ from tests.parallel.engine_cases import report_hang
 from tests.parallel.model_cases import Shape
 from tests.plan.held_memory import HostAllocationTracker, live_tensors, storage_bytes
 
-OPTIONS = {"context": 96, "max_sequences": 4, "max_batched_tokens": 256, "timeout": 60.0}
+OPTIONS = {
+    "device": "cpu", "context": 96, "max_sequences": 4, "max_batched_tokens": 256, "timeout": 60.0,
+}  # fmt: skip
 
 
 class Measured(NamedTuple):

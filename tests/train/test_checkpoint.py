@@ -373,6 +373,11 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
         ):
             manager.latest()
     assert "step-000001" in str(caught.value) and "step-000002" in str(caught.value)
+    with (  # nor does the next start begin again from nothing
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match="no checkpoint in .* is whole"),
+    ):
+        manager.latest()
 
 
 def test_a_checkpoint_of_another_step_under_a_name(tmp_path: Path) -> None:
@@ -456,7 +461,10 @@ def test_the_run_stops_after_several_refused_saves(
     usage = shutil.disk_usage(tmp_path)._replace(free=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     warned = 0
-    with pytest.raises(CheckpointError, match="GB left"), warnings.catch_warnings(record=True) as w:
+    with (
+        pytest.raises(CheckpointError, match="has 3 B left, and a checkpoint needs 16 B"),
+        warnings.catch_warnings(record=True) as w,
+    ):
         warnings.simplefilter("always")
         for step in range(10):
             manager.save(step, {"weight": torch.ones(4)})

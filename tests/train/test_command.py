@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from fulgurite.train.config import ModelSection, TrainConfig
 from fulgurite.train.config_file import from_mapping
 from fulgurite.train.finish import RunResult
 from fulgurite.train.setup import resolve
+from fulgurite.train.stop import StopRequest
 from tests.train.test_trainer import SMALL, text  # noqa: F401  # a fixture
 
 
@@ -158,6 +160,41 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     (tmp_path / "runs" / "nano-001").mkdir(parents=True)
     assert choose_output(TrainConfig()).output == "runs/nano-002"
     assert choose_output(TrainConfig(output="here")).output == "here"
+
+
+def test_two_runs_that_chose_one_number_get_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = choose_output(TrainConfig())
+    (tmp_path / "runs" / "nano-001").mkdir(parents=True)  # the other one was quicker
+    with create_output(config, is_new=True, is_numbered=True) as moved:
+        assert moved.output == "runs/nano-002"
+
+
+@pytest.mark.parametrize(("has_step", "is_kept"), [(False, False), (True, True)])
+def test_an_error_before_the_first_step_leaves_no_folder(tmp_path, has_step, is_kept):
+    """Such as a reward that raises."""
+    folder = tmp_path / "run"
+    with pytest.raises(ArgumentError), create_output(TrainConfig(output=str(folder)), is_new=True):
+        (folder / "config.toml").touch()
+        if has_step:
+            (folder / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "loss": 2.0}\n')
+        raise ArgumentError("the reward raised")
+    assert folder.exists() == is_kept
+
+
+def test_a_signal_is_the_exit_status_of_one_rank_too(text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(StopRequest, "poll", lambda self: True)
+    fields = [word for name, value in SMALL for word in (f"--{name}", value)]
+    with pytest.raises(SystemExit) as end:
+        main(["train", *fields, "--data.train", str(text), "--output", "run"])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert (
+        "stopped after step 1; go on with\n  fulgurite train --resume run"
+        in capsys.readouterr().out
+    )
+    assert main(["train", "--resume", "run", "--data.vocab_size", "999"]) == 1
+    assert "can't change a run that is resumed" in capsys.readouterr().err
 
 
 def test_a_new_run_leaves_no_tokenizer_of_an_earlier_one(tmp_path):

@@ -362,3 +362,23 @@ def test_steps_before_a_change_of_the_configuration_are_not_replayed(tmp_path: P
     assert report.has_passed, report.describe()
     assert report.chosen == [5, 6, 7, 8]
     assert any("restart at step 4" in note for note in report.notes)
+
+
+def test_a_run_that_goes_on_with_another_config_or_other_data_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-000001").mkdir()
+    path = tmp_path / "step-000001"
+    (path / "manifest.json").write_text("{}")
+    config = TrainConfig(seed=1)
+    Receipt.open(tmp_path, config=config, data={"sources": "a", "tokens": "b"}).close()
+    data = {"sources": "a", "tokens": "b"}
+    Receipt.open(tmp_path, config=config, data=data, step=1, resumed_from=path).close()
+    assert not caplog.records
+    changed = replace(config, seed=2, steps=7, output="moved")
+    data = {"sources": "a", "tokens": "c"}
+    Receipt.open(tmp_path, config=changed, data=data, step=1, resumed_from=path).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run goes on with another config: seed 1 → 2",
+        "the run goes on with other data than before: tokens changed",
+    ]

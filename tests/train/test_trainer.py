@@ -188,11 +188,14 @@ def test_a_save_waits_for_a_finite_step(config):
     assert [step for step, _ in list_checkpoints(folder)] == [4, 8]
 
 
-def test_the_op_is_named_once_in_a_row(config, monkeypatch):
+def test_the_op_is_named_once_in_a_row(config, monkeypatch, caplog):
     named = []
     monkeypatch.setattr(trainer_file, "name_nonfinite", lambda *a: named.append(a) or "an op")
     trainer = run_with_skips(config, {2, 3, 5})
     assert trainer.skipped == 3 and len(named) == 2
+    texts = [record.getMessage() for record in caplog.records]
+    told = [text.partition("skipped: ")[2] for text in texts if "skipped: " in text]
+    assert told == ["an op", "as the step before", "an op"]
 
 
 def test_the_compiled_step_is_explained(config):

@@ -14,6 +14,7 @@ from fulgurite.train.metrics import StepRecord
 from fulgurite.train.view import (
     LiveView,
     PlainView,
+    Waiting,
     draw_curve,
     draw_load,
     format_bytes,
@@ -129,6 +130,14 @@ def test_the_live_view_shows_progress_and_experts():
     assert "headline" in text and "step  400/1200 ━━━━━━━━────────────────  33%   2:41 left" in text
     assert "9,480 tokens/s" in text and "experts " in text
     assert "saved  [bold]runs/x[/bold]" in text  # text is not markup
+
+
+def test_the_live_view_counts_seconds_until_the_first_step():
+    now = [5.0]
+    waiting = Waiting("waiting for the first step", clock=lambda: now[0])
+    now[0] += 41.2
+    assert str(waiting.__rich__()) == "waiting for the first step   41 s"
+    assert "waiting for the first step" in draw(100)
 
 
 @pytest.mark.parametrize("width", [20, 40, 200])

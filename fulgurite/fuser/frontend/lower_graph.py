@@ -68,6 +68,7 @@ from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.statement import Output, Region, Statement, Tensor
 from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.node_meta import fake_value, is_donated
+from fulgurite.trace.op_names import name_of_op
 
 ELEMENTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
     **POINTWISE_LOWERINGS,
@@ -279,7 +280,7 @@ def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
         raise Unsupported(f"{name}, which mutates its argument")
     if name in GATHER_LOWERINGS and _leaves_indices_unchecked(node):
         raise Unsupported(f"{name} with an empty result: no kernel would check its indices")
-    ctx.origin, ctx.current_node = name, node
+    ctx.origin, ctx.current_node = name_of_op(node), node
     if complex_numbers.involves_complex(ctx, node, name):
         return complex_numbers.lower_complex_node(ctx, node, name, bind_arguments(node))
     for value in fake if isinstance(fake, tuple | list) else (fake,):

@@ -22,7 +22,18 @@ def finalize_segments(state: Segmentation) -> list[Segment]:
         _orient_rows(state, segment)
         segment.reason = _find_end_reason(state, segment)
         result.append(segment)
+    _check_loads(state, result)
     return result
+
+
+def _check_loads(state: Segmentation, segments: list[Segment]) -> None:
+    """Every value that a kernel loads is an input of the region or stored by a kernel."""
+    in_memory = {name for segment in segments for name in segment.stored}
+    for segment in segments:
+        members = segment.structure.statements
+        loads = {read.name for info in members.values() for read in info.reads} - members.keys()
+        missing = (loads & state.statements.keys()) - in_memory
+        assert not missing, f"a kernel loads {sorted(missing)}, which no kernel stores"
 
 
 def _split_off_unstorable_values(state: Segmentation) -> None:

@@ -114,9 +114,11 @@ class _OperationCounter:
             inside = _estimate_share(expression.bounds)
             shares[:2] = share * inside, share * (1 - inside)
         visited = tuple(map(self._visit, children, shares))
-        name: object = str(expression)
-        if isinstance(expression, Operation):
+        name: object
+        if isinstance(expression, Operation):  # not its text, which has all that is below it
             name = expression.name, expression.dtype
+        else:
+            name = str(expression)
         key = self.ids.setdefault((name, visited), len(self.ids))
         if isinstance(expression, Load) or self.gathered.intersection(visited):
             self.gathered.add(key)

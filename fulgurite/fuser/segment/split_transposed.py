@@ -12,12 +12,15 @@ Every kernel then has contiguous accesses: pointwise kernels are tiled where the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fulgurite.fuser.ir import cost
-from fulgurite.fuser.segment.loop_structure import LoopStructure, StatementInfo
+from fulgurite.fuser.segment.loop_structure import LoopStructure, Read, StatementInfo
 from fulgurite.fuser.segment.state import Segment, Segmentation
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 ROW_VALUES = ("row_reduction", "row")
+LoopMap = frozenset[tuple[int | None, int | None]]
 REASON = "{} runs across what the kernel reads in memory"
 
 
@@ -56,7 +59,7 @@ def _split_results(state: Segmentation, segment_id: int) -> None:
     """Moves the results that run across the loads to a kernel of their own."""
     structure = state.segments[segment_id].structure
     across = _find_results_across(state, segment_id, structure)
-    names = _find_pointwise_kernel(state, across, structure) if across else None
+    names = _find_pointwise_kernel(state, segment_id, across) if across else None
     if names is None or not _saves_time(state, across, state.count_bytes_moved(names, [])):
         return
     if _open_pointwise_segment(state, across, names):
@@ -86,11 +89,9 @@ def _find_loads_across(state: Segmentation, segment_id: int) -> list[tuple[str, 
     stored = [n for n in state.find_stored(segment_id) if structure.roles[n] == "body"]
     readers: dict[str, list[str]] = {}
     loop_of: dict[str, int | None] = {}
-    for info in members.values():
-        for read in info.reads:
-            if read.name not in members:
-                readers.setdefault(read.name, []).append(info.name)
-                loop_of[read.name] = _contiguous_loop(state, read.name, read.loops)
+    for read, reader in _list_loads(structure):
+        readers.setdefault(read.name, []).append(reader)
+        loop_of[read.name] = _contiguous_loop(state, read.name, read.loops)
     large = max((state.bytes[name] for name in readers), default=0) // 2
     weights: dict[int | None, int] = {}
     for name in (*readers, *stored):
@@ -133,13 +134,34 @@ def _find_results_across(
     )  # what is smaller is read again and again
     loads = {
         _contiguous_loop(state, read.name, read.loops)
-        for info in members.values()
-        for read in info.reads
-        if read.name not in members and state.bytes[read.name] >= large
+        for read, _ in _list_loads(structure)
+        if state.bytes[read.name] >= large
     }
     if len(loads) != 1 or None in loads:
         return []
     return [name for name in results if _result_loop(state, members[name]) not in loads]
+
+
+def _list_loads(structure: LoopStructure) -> list[tuple[Read, str]]:
+    """Reads of memory over the loops that run, each with its reader.
+
+    An inlined value, such as a part of a cat, has axes of its own: it is read over the loops of its readers.
+    """
+    members = structure.statements
+    found: list[tuple[Read, str]] = []
+    uses: dict[str, set[LoopMap]] = {}  # of inlined values: their loops -> those of a reader
+    for name, info in reversed(members.items()):
+        is_inlined = structure.roles[name] == "inline"
+        for use in uses.get(name, set()) if is_inlined else {LoopMap()}:
+            loop_of = dict(use)
+            for read in info.reads:
+                loops = tuple(loop_of.get(loop, loop) for loop in read.loops)
+                if read.name not in members:
+                    found.append((replace(read, loops=loops), name))
+                elif structure.roles[read.name] == "inline":
+                    pairs = zip(members[read.name].result_loops, loops, strict=True)
+                    uses.setdefault(read.name, set()).add(frozenset(pairs))
+    return found
 
 
 def _result_loop(state: Segmentation, info: StatementInfo) -> int | None:
@@ -156,10 +178,15 @@ def _contiguous_loop(state: Segmentation, name: str, loops: tuple[int | None, ..
 
 
 def _find_pointwise_kernel(
-    state: Segmentation, results: list[str], structure: LoopStructure
+    state: Segmentation, segment_id: int, results: list[str]
 ) -> list[str] | None:
-    """The statements that compute results from memory and the values of rows; None: it can't be."""
-    rows = {name for name, role in structure.roles.items() if role in ROW_VALUES}
+    """The statements that compute results from memory and the values of rows; None: it can't be.
+
+    Constants and values that the segment recomputes have no kernel that stores them: they are computed again.
+    """
+    structure = state.segments[segment_id].structure
+    owned = [name for name in structure.statements if state.owner.get(name) == segment_id]
+    rows = {name for name in owned if structure.roles[name] in ROW_VALUES}
     others = state.statements.keys() - structure.statements.keys()  # in memory
     found: dict[str, None] = {}
     for name in results:

@@ -33,7 +33,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, RankError
-from fulgurite.lifeline import Lifeline
+from fulgurite.lifeline import Lifeline, bind
 from fulgurite.parallel.health import describe_exit, publish_exits
 
 PRELOADED_MODULES = ["torch", "torch.distributed", "fulgurite.parallel.processes.launch"]
@@ -212,6 +212,7 @@ def _run_rank(
     lifeline: Connection, pipe: Connection, environment: dict[str, str], threads: int
 ) -> None:
     """The loop of a rank's process: functions in, results out, until the pipe is closed."""
+    bind(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
     os.environ.clear()
     os.environ.update(environment)

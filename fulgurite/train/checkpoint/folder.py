@@ -223,6 +223,12 @@ def _is_in_use(host: str, process: int) -> bool:
     return True
 
 
+def list_set_aside(folder: Path) -> list[str]:
+    """The damaged checkpoints that `set_aside` has renamed, as text."""
+    paths = sorted(folder.glob("step-*.damaged-*")) if folder.is_dir() else []
+    return [f"{path} was found damaged" for path in paths]
+
+
 def set_aside(path: Path) -> None:
     """Take the name of a damaged checkpoint away, so that nothing loads it; its files stay."""
     number = 1

@@ -45,6 +45,7 @@ from fulgurite.train.checkpoint.ranks import SaveRanks
 from fulgurite.train.checkpoint.staging import HostBuffers, StagedPlanner, StagedState
 from fulgurite.train.checkpoint.state import flatten
 from fulgurite.train.config import CheckpointSection
+from fulgurite.units import format_bytes
 
 MAX_FAILURES = 3  # saves in a row that the storage may refuse
 LONG_WAIT = 5.0  # seconds for an earlier save, above which a warning says so
@@ -221,8 +222,8 @@ class CheckpointManager:
         free = shutil.disk_usage(self.folder).free
         if free < staged.num_bytes:
             raise CheckpointError(
-                f"{self.folder} has {free / 1e9:.3f} GB left, and a checkpoint needs "
-                f"{staged.num_bytes / 1e9:.3f} GB",
+                f"{self.folder} has {format_bytes(free)} left, and a checkpoint needs "
+                f"{format_bytes(staged.num_bytes)}",
                 is_storage=True,
             )
         unfinished = folders.unfinished_path(path, "tmp")
@@ -279,7 +280,8 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """The newest whole checkpoint, every byte of it checked. None: there is none.
 
-        Damaged ones are set aside with a warning. If all are damaged, that is an error.
+        Damaged ones are set aside with a warning. If all are damaged, that is an error, now and at the
+        next start.
         """
         self._join()
         problems: list[str] = []
@@ -292,7 +294,8 @@ class CheckpointManager:
                 self._set_aside(path, error)
             else:
                 return path
-        if problems:
+        problems += self.ranks.run_on_first(lambda: folders.list_set_aside(self.folder))
+        if problems:  # a start from nothing would replace what is left of the run
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is whole",
                 others="\n".join(problems),

@@ -13,7 +13,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -47,13 +47,24 @@ class BadSamples:
         message = f"{where}: {why}"
         if len(self.named) < NUM_NAMED:
             self.named.append(message)
-        LOG.warning("skipped a sample: %s", message)
+        LOG.info("skipped a sample: %s", message)
         if self.count > self.limit:
             raise ArgumentError(
                 f"{self.count} samples can't be read, more than data.max_bad_samples={self.limit}",
                 where="\n".join(self.named),
                 next=self.advice or "repair or remove them, or raise data.max_bad_samples",
             )
+
+    def report(self) -> None:
+        """Warn of what was skipped, when all samples are read."""
+        if self.count:
+            LOG.warning("%s", describe_skipped(self.count, self.named))
+
+
+def describe_skipped(count: int, named: Sequence[str]) -> str:
+    """How many samples are skipped, and the first of them."""
+    what = "1 sample is" if count == 1 else f"{count} samples are"
+    return f"{what} skipped, for example {'; '.join(named[:3])}"
 
 
 @dataclass(frozen=True)

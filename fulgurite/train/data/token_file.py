@@ -30,7 +30,7 @@ from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CacheError
 from fulgurite.logs import LOG
 from fulgurite.train.data.encoding import TextEncoder
-from fulgurite.train.data.records import BadSamples
+from fulgurite.train.data.records import BadSamples, describe_skipped
 from fulgurite.train.data.sources import (
     Document,
     Source,
@@ -246,7 +246,7 @@ def _report_bad_samples(header: dict[str, Any], limit: int) -> None:
             where="\n".join(named),
             next="repair or remove them, or raise data.max_bad_samples",
         )
-    LOG.warning("%d samples could not be read, for example %s", count, "; ".join(named[:3]))
+    LOG.warning("%s", describe_skipped(count, named))
 
 
 def _is_intact(path: Path) -> bool:

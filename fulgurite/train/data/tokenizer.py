@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
@@ -68,7 +69,13 @@ def prepare_tokenizer(config: TrainConfig, output: Path) -> Tokenizer:
     """The tokenizer of a run. The first process writes `output/tokenizer`; all others read it."""
     folder = output / FOLDER
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / LOCK, "wb") as lock:
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(output / LOCK, "wb"))
+        except OSError:  # a run on a read-only disk, to be verified
+            if (folder / "tokenizer.json").is_file():
+                return from_folder(folder)
+            raise
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:

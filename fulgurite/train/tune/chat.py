@@ -47,6 +47,7 @@ def open_chat_dataset(config: TrainConfig, tokenizer: Tokenizer, split: str) -> 
                 examples.append(example)
             else:
                 bad.skip(record.where, f"no answer within the first {length} tokens")
+    bad.report()
     if num_cut:
         LOG.warning(
             "%d of %d examples have more than %d tokens and are cut at their ends",

@@ -61,6 +61,7 @@ def open_pair_dataset(
             continue
         for example in cut:
             examples.append(Example(example.tokens, example.labels, document=first + len(examples)))
+    bad.report()
     if not examples:
         form = '{"prompt": ..., "chosen": ..., "rejected": ...}'
         raise nothing_to_learn(config, split, bad, form)

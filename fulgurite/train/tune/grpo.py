@@ -29,9 +29,15 @@ ADVANTAGE_EPSILON = 1e-4  # TRL's: a group of equal rewards has advantages of 0
 
 
 def group_advantages(rewards_NG: Tensor) -> Tensor:
-    """(reward - mean) / (standard deviation + epsilon) within each group, [N, G]."""
-    mean_N1 = rewards_NG.mean(1, keepdim=True)
-    return (rewards_NG - mean_N1) / (rewards_NG.std(1, keepdim=True) + ADVANTAGE_EPSILON)
+    """(reward - mean) / (standard deviation + epsilon) within each group, [N, G].
+
+    Both are divided by the largest reward, so that no square of a large one overflows.
+    """
+    scale_N1 = rewards_NG.abs().amax(1, keepdim=True).clamp(min=1.0)
+    scaled_NG = rewards_NG / scale_N1
+    deviation_NG = scaled_NG - scaled_NG.mean(1, keepdim=True)
+    spread_N1 = scaled_NG.std(1, keepdim=True)
+    return deviation_NG / (spread_N1 + ADVANTAGE_EPSILON / scale_N1)
 
 
 def grpo_loss(

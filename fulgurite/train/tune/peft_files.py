@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.files import share
+from fulgurite.files import share, write_atomically
 from fulgurite.models import CausalLM
 from fulgurite.train.tune.adapters import LoRAWeights
 from fulgurite.train.tune.lora import EXPERT_WEIGHTS, LoRAConfig, adapter_weights
@@ -76,10 +77,23 @@ def save_adapters(
         modules = [name for name in modules if name not in mistaken]
         parameters += [f"{name}.weight" for name in mistaken]
     fields = _config_fields(config, modules, parameters, patterns, base_name)
+    _write_files(folder, tensors, fields)
+
+
+def _write_files(folder: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
+    """Write weights, then the config, without which nothing loads them: a killed process leaves no half."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    share(folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    unfinished = folder / f".{WEIGHTS_FILE}.partial"
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        share(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(folder / WEIGHTS_FILE)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    write_atomically(folder / CONFIG_FILE, json.dumps(fields, indent=2) + "\n")
 
 
 def _config_fields(

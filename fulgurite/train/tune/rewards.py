@@ -28,6 +28,13 @@ def load_reward(name: str) -> Reward:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ArgumentError(f"{name!r} is no reward", next="--tune.rewards module:function")
+    if module_name.endswith(".py"):
+        path = Path(module_name)
+        place = "" if path.parent == Path() else f", in the folder {path.parent}"
+        raise ArgumentError(
+            f"{name!r} names a file; a reward is named by its module",
+            next=f"--tune.rewards {path.stem}:{function_name}{place}",
+        )
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
@@ -70,6 +77,8 @@ def compute_reward(rewards: Sequence[Reward], fields: Mapping[str, Any], complet
                 f"the reward {name} returned {value!r}", where=where, next="return a finite number"
             )
         total += number
+    if not math.isfinite(total):
+        raise ArgumentError("the sum of rewards is not finite", where=where, next="scale them down")
     return total
 
 

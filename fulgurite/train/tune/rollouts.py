@@ -72,6 +72,7 @@ def read_prompts(
         return PromptLine(ids, fields)
 
     lines = [line for _, line in convert_records(records, convert, bad)]
+    bad.report()
     if not lines:
         raise ArgumentError(
             "there are no prompts",
@@ -191,6 +192,11 @@ class RolloutLoader:
             self._sampled_at = step
         return self._batches
 
+    def can_resume(self, step: int) -> bool:
+        """Whether a run that resumes at `step` samples as this one: not while completions of a sampling
+        wait for updates, as the weights that sampled them are gone."""
+        return step % self.config.tune.updates == 0
+
     def close(self) -> None:
         """Nothing runs ahead."""
 
@@ -214,9 +220,10 @@ class RolloutLoader:
             )
             for line, result in zip(owners, results, strict=True)
         ]
-        rewards_NG = torch.tensor([reward for *_, reward in self.samples]).view(-1, group)
+        rewards_N = torch.tensor([reward for *_, reward in self.samples], dtype=torch.float64)
+        rewards_NG = rewards_N.view(-1, group)
         batches = self._build_batches(owners, results)
-        self._fill_table(batches, results, owners, group_advantages(rewards_NG).flatten())
+        self._fill_table(batches, results, owners, group_advantages(rewards_NG).float().flatten())
         lengths = [len(result.token_ids) for result in results]
         self.metrics = {
             "reward": float(rewards_NG.mean()),

@@ -100,6 +100,7 @@ class TuneTask:
                 self.loss_module = self._build_grpo(model, layout)
             else:
                 self.loss_module = LossModule(model, config.loss)
+        reshard(layout)  # an optimizer made of gathered weights would update them, not the shards
         return self.loss_module
 
     def _make_reference(self, model: CausalLM, layout: Layout) -> ReferenceModel:
@@ -143,9 +144,7 @@ class TuneTask:
             return Sampler(model, self.tokenizer, self.config)
 
         def sync() -> None:
-            reshard = getattr(layout, "reshard", None)  # a reference may have left gathered weights
-            if reshard is not None:
-                reshard()
+            reshard(layout)
             gather_weights(model, whole)
 
         return Sampler(whole, self.tokenizer, self.config, sync)
@@ -171,6 +170,13 @@ class TuneTask:
             return None
         save_adapters(self.model, self.adapters, folder, self.config.model.init_from)
         return Path(folder)
+
+
+def reshard(layout: Layout) -> None:
+    """Free weights that a forward without a backward, as of a reference, has left gathered."""
+    free = getattr(layout, "reshard", None)  # of `parallel.fsdp.ShardedData`
+    if free is not None:
+        free()
 
 
 def prepare_tuning(config: TrainConfig, model: CausalLM, tokenizer: Tokenizer) -> TuneTask:

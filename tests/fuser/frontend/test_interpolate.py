@@ -198,3 +198,20 @@ def test_cpu_kernels_compute_positions_and_weights_once(target):
     tables, loops = f.kernels[0].source.split("#pragma omp simd\n      for", 1)
     assert "floor(" in tables
     assert "floor(" not in loops
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiased_gradients_of_symbolic_sizes(mode):
+    """torch's shape rule of the bicubic gradient takes numbers only."""
+
+    def shrink(x):
+        return F.interpolate(x, size=(4, 3), mode=mode, antialias=True).square()
+
+    compiled = fulgurite.compile(shrink, dynamic=True)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for size in (5, 7):
+            x = torch.randn(2, 3, size, 6).to(memory_format=layout).requires_grad_()
+            (found,) = torch.autograd.grad(compiled(x).sum(), x)
+            (expected,) = torch.autograd.grad(shrink(x).sum(), x)
+            torch.testing.assert_close(found, expected)
+            assert found.stride() == expected.stride()

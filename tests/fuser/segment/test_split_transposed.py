@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[str]]]
         [(B, C, S), (B, S, C)],
         ["transpose", "rows"],
     ),
+    "a constant of each row, read across the rows": (
+        lambda x: copy((norm(x) * torch.arange(B * S).view(-1, 1)).t()),
+        [(B * S, C)],
+        ["rows", "transpose"],
+    ),
     "all along the rows": (norm, [(B, S, C)], ["rows"]),
     "all across the rows": (
         lambda x: norm(x.transpose(1, 2)).transpose(1, 2),
@@ -74,7 +80,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[str]]]
 }
 
 
-def schedule(function: Callable[..., Tensor], *inputs: Tensor) -> list[str]:
+def schedule(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     """The kinds of the kernels."""
     region = split_axes(lower_graph(trace(function, inputs)))
     kinds = []
@@ -116,6 +122,32 @@ def test_other_results_stay_with_the_reduction() -> None:
     (x,) = make_inputs([(B, S, C)])
     for actual, expected in zip(fulgurite.compile(norms)(x), norms(x), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_recomputed_value_is_computed_again_by_the_split_kernel() -> None:
+    def scaled_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.exp()
+        scale = weight * 2  # in the kernel of the sum first, then in that of the norm
+        return weight, copy((norm(x * weight.sum()) * scale[:, None]).t())
+
+    inputs = make_inputs([(B * S, C), (B * S,)])
+    assert schedule(scaled_norm, *inputs)[-2:] == ["rows", "transpose"]
+    torch.testing.assert_close(
+        fulgurite.compile(scaled_norm)(*inputs), scaled_norm(*inputs), atol=1e-3, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("size", [24, 512])
+def test_a_normalized_cat_is_stored_along_its_rows(size: int) -> None:
+    """The parts of a cat have axes of their own; zeros of each row are no value in memory."""
+
+    def add_column(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([x * 2, x.new_zeros(len(x), 1)], 1)
+        return y, y.logsumexp(1)
+
+    (x,) = make_inputs([(size, size)])
+    assert schedule(add_column, x) == ["rows"]
+    torch.testing.assert_close(fulgurite.compile(add_column)(x), add_column(x))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -186,7 +186,7 @@ def test_skipped_samples_are_told_again(tmp_path, cache, encoder, caplog):
     tokenize(path, encoder)
     caplog.clear()
     tokenize(path, encoder)
-    assert f"1 samples could not be read, for example {path}:2" in caplog.text
+    assert f"1 sample is skipped, for example {path}:2" in caplog.text
     with pytest.raises(ArgumentError, match="data.max_bad_samples=0"):
         tokenize(path, encoder, limit=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,9 @@ def test_stop_tokens_of_a_model_config_are_copied(folder: Path, tmp_path: Path):
     copy_tokenizer(str(source), target)
     assert from_folder(target).stop_ids == from_folder(source).stop_ids == (7,)
     assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_the_tokenizer_of_a_run_that_can_not_be_written_is_read(tmp_path: Path, folder: Path):
+    shutil.copytree(folder, tmp_path / "tokenizer")
+    (tmp_path / ".tokenizer.lock").mkdir()  # as a lock that can't be opened, for root too
+    assert prepare_tokenizer(TrainConfig(), tmp_path).vocab_size == 300

@@ -162,6 +162,19 @@ def test_advantages_of_groups() -> None:
     assert torch.equal(found[1], torch.zeros(3))
 
 
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e30, 1e300])
+def test_advantages_do_not_overflow(factor: float) -> None:
+    rewards = factor * torch.tensor([[1.0, 2.0, 4.0, -7.0]], dtype=torch.float64)
+    plain = torch.tensor([[1.0, 2.0, 4.0, -7.0]], dtype=torch.float64)
+    expected = (plain - plain.mean()) / (plain.std() + 1e-4 / factor)
+    assert torch.allclose(group_advantages(rewards), expected, rtol=1e-12)
+
+
+def test_a_file_is_no_name_of_a_reward() -> None:
+    with pytest.raises(ArgumentError, match="rewards my_rewards:score, in the folder lib"):
+        load_rewards(("lib/my_rewards.py:score",))
+
+
 def test_an_engine_on_a_model_in_memory_shares_its_weights() -> None:
     model, tokenizer = build("dense"), make_tokenizer()
     llm = LLM.from_model(model, tokenizer, context=64, max_sequences=4)

@@ -17,6 +17,7 @@ import transformers
 from fulgurite.models import CausalLM, load_model
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
+from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.config import (
     CheckpointSection,
     DataSection,
@@ -27,7 +28,9 @@ from fulgurite.train.config import (
     TrainConfig,
     TuneSection,
 )
+from fulgurite.train.stop import StopRequest
 from fulgurite.train.trainer import hash_data, replay, train
+from fulgurite.train.tune.peft_files import WEIGHTS_FILE
 from fulgurite.train.tune.peft_loading import load_adapters
 from fulgurite.train.verify import verify_run
 from tests.models.reference_models import build_reference
@@ -160,3 +163,29 @@ def test_adapters_go_on_from_a_checkpoint_to_the_same_bits(tmp_path) -> None:
         for run in ("whole", "parts")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_run_stops_and_saves_between_two_samplings(tmp_path, monkeypatch) -> None:
+    """A signal in the middle of `updates` steps: the run that goes on has the bits of a whole one."""
+    base = save_base(tmp_path / "base")
+    config = make_config(
+        tmp_path, base, "grpo", "lora", steps=6, deterministic=True, microbatch_size=1,
+        checkpoint=CheckpointSection(every=1, keep=9),
+    )  # fmt: skip
+    config = replace(config, tune=replace(config.tune, updates=2))
+    whole = train(replace(config, output=str(tmp_path / "whole")))
+    polls: list[int] = []
+
+    def stop_at_three(self: StopRequest) -> bool:
+        polls.append(1)
+        return len(polls) == 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "poll", stop_at_three)
+        first = train(config)
+    assert first.steps == 4 and not first.is_finished
+    assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 4]
+    again = train(config)
+    assert again.is_finished and again.loss == whole.loss
+    one, two = (tmp_path / run / "adapter" / WEIGHTS_FILE for run in ("whole", "run"))
+    assert one.read_bytes() == two.read_bytes()

@@ -24,6 +24,7 @@ CASES = [
     ("text", "lora", {}),
     ("chat", "qlora", {}),
     ("dpo", "none", {"reference": "live"}),
+    ("dpo", "none", {}),
     ("dpo", "lora", {}),
     ("grpo", "lora", {"beta": 0.1}),
     ("grpo", "none", {"beta": 0.1, "temperature": 0.7}),

@@ -1,0 +1,69 @@
+"""`hold_run`: the folder of a run in; a lock that one process at a time holds out.
+
+Two runs in one folder would write each other's checkpoints, metrics and receipt. The lock ends with the
+process that holds it, also if that is killed. Who holds it removes what killed processes left
+half-written; checkpoints have names of their own for that (`checkpoint/folder.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from fulgurite.errors import ArgumentError
+from fulgurite.logs import LOG
+
+LOCK = ".run.lock"
+# Names of what is written beside its place and renamed: `files.write_atomically`, `FolderWriter`, the
+# tokenizer.
+UNFINISHED = re.compile(r"\..+\.\d+-\d+$|\..+\.partial-\w+$|\.tokenizer-\w+$")
+
+
+@contextmanager
+def hold_run(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder; ArgumentError if another process holds it."""
+    with (folder / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ArgumentError(
+                f"{folder} is in use by another run ({lock.read().strip() or 'unknown'})",
+                next="wait until it ends, or give another --output",
+            ) from None
+        except OSError:
+            LOG.warning("%s can't be locked; start no second run in it", folder)
+            yield
+            return
+        try:
+            _sign(lock)
+            remove_unfinished(folder)
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child would keep it
+
+
+def _sign(lock: IO[str]) -> None:
+    """Say who holds the lock; a full disk must not end a run."""
+    with suppress(OSError):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files and folders that a killed process was writing."""
+    for path in folder.iterdir():
+        if not UNFINISHED.match(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
