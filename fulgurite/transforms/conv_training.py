@@ -26,6 +26,7 @@ from fulgurite.trace.metadata import find_fake_mode, run_node, use_fake_mode
 from fulgurite.trace.node_meta import fake_value, has_fake_value, set_fake_value
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.layouts import CannotRelayout, update_layouts
+from fulgurite.transforms.library_calls import read_geometry
 
 aten = torch.ops.aten
 MIN_DEPTHWISE_TAPS = 16  # of a depthwise filter: torch's kernels are as fast for fewer (3 x 3)
@@ -108,7 +109,8 @@ def _split_backward(module: fx.GraphModule, node: fx.Node, before: dict[fx.Node,
     is_ours = groups == 1 or (is_depthwise and taps >= MIN_DEPTHWISE_TAPS)
     if not is_ours or not mask[1]:  # type: ignore[index]
         return
-    arguments = (gradient, x, list(filters[2:]), stride, padding, dilation, groups)
+    geometry = read_geometry((stride, padding, dilation), 2)
+    arguments = (gradient, x, list(filters[2:]), *geometry, groups)
     results: dict[int, tuple[Any, tuple[Any, ...]]] = {
         1: (gradients.conv_weight_gradient.overload, arguments)
     }

@@ -75,7 +75,7 @@ def _match_conv(node: fx.Node) -> LibraryCall | None:
         return None
     if not isinstance(groups, int) or shape.numel() == 0:
         return None
-    geometry = tuple(list(numbers) for numbers in (stride, padding, dilation))  # type: ignore[arg-type]
+    geometry = read_geometry((stride, padding, dilation), len(shape) - 2)
     if not all(isinstance(n, int) for numbers in geometry for n in numbers):
         return None
     if transposed:
@@ -90,6 +90,11 @@ def _match_conv(node: fx.Node) -> LibraryCall | None:
     if groups != 1 and not is_depthwise and shape[0] // groups < MIN_GROUP_CHANNELS:
         return None
     return LibraryCall(node, x, weight, bias, node, groups, geometry)  # type: ignore[arg-type]
+
+
+def read_geometry(given: Any, dimensions: int) -> tuple[list[int], ...]:
+    """Stride, padding and dilation, one number a dimension: `padding="valid"` is one for all."""
+    return tuple([*numbers] * (dimensions if len(numbers) == 1 else 1) for numbers in given)
 
 
 def _match_linear(node: fx.Node) -> LibraryCall | None:

@@ -75,6 +75,13 @@ def test_depthwise_filters_with_many_taps():
     assert "conv_weight_gradient(" not in str(compiled.last_trace("backward"))
 
 
+@pytest.mark.parametrize("padding", ["valid", "same"])
+def test_padding_by_name(padding):
+    net = nn.Sequential(nn.Conv2d(8, 24, 3, padding=padding), nn.ReLU())
+    compiled = check_step(net, torch.randn(2, 8, 9, 9))
+    assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
+
+
 def test_frozen_weights_have_no_gradient():
     net = nn.Sequential(Block(16), Block(16))
     net[0].conv.weight.requires_grad_(False)

@@ -158,6 +158,8 @@ CASES = {
     "strided": nn.Conv2d(8, 33, (3, 5), stride=(2, 3), padding=(1, 0)),
     "1d": nn.Conv1d(8, 40, 3, padding=1),
     "1x1": nn.Conv2d(24, 96, 1, bias=False),
+    "valid": nn.Conv2d(24, 40, 3, padding="valid"),
+    "same": nn.Conv2d(24, 40, 4, padding="same"),
     "transposed": nn.ConvTranspose2d(24, 33, 4, stride=2, padding=1, output_padding=1),
     "transposed, smaller than its stride": nn.ConvTranspose2d(8, 20, 2, stride=3),
     "1d transposed": nn.ConvTranspose1d(16, 40, 3, stride=2, bias=False),
