@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 Thunk = Callable[[], Any]
+Clock = Callable[[], float]  # seconds
 
 
 def synchronize() -> None:
@@ -41,7 +42,11 @@ def median_times_on(functions: Mapping[str, Callable[..., Any]], *args: Any) -> 
 
 
 def best_times_on(
-    functions: Mapping[str, Callable[..., Any]], *args: Any, rounds: int = 25, budget: float = 0.1
+    functions: Mapping[str, Callable[..., Any]],
+    *args: Any,
+    rounds: int = 25,
+    budget: float = 0.1,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, float] | None:
     """The shortest time per call of each function, from few readings: at least three rounds in turns.
 
@@ -58,7 +63,7 @@ def best_times_on(
         started = time.perf_counter()
         for done in range(1, rounds + 1):
             for name, call in calls.items():
-                readings[name].append(_time_batch(call, batch[name]))
+                readings[name].append(_time_batch(call, batch[name], clock))
             shortest = [sorted(values)[:2] for values in readings.values()]
             if done >= 3 and all(second <= 1.2 * first for first, second in shortest):
                 return {name: min(values) for name, values in readings.items()}
@@ -67,14 +72,14 @@ def best_times_on(
     return None
 
 
-def _time_batch(call: Thunk, batch: int) -> float:
+def _time_batch(call: Thunk, batch: int, clock: Clock = time.perf_counter) -> float:
     """Seconds per call, over `batch` calls."""
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(batch):
         call()
     synchronize()
-    return (time.perf_counter() - start) / batch
+    return (clock() - start) / batch
 
 
 def median_times(
