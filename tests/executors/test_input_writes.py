@@ -48,9 +48,12 @@ def steps(net, inputs):
 def test_batch_norm_in_training(executors, remat):
     torch.manual_seed(0)
     net, inputs = Net(), torch.randn(3, 4, 3, 9, 9)
+    exact = steps(copy.deepcopy(net).double(), inputs.double())
     expected = steps(copy.deepcopy(net), inputs)
     compiled = fulgurite.compile(net, executors=executors, remat=remat, autotune=False)
-    torch.testing.assert_close(steps(compiled, inputs), expected, rtol=1e-4, atol=1e-5)
+    for ours, eager, reference in zip(steps(compiled, inputs), expected, exact, strict=True):
+        rounding = 1e-6 * reference.abs().max()
+        assert (ours - reference).abs().max() <= 2 * (eager - reference).abs().max() + rounding
     net.eval()
     torch.testing.assert_close(compiled(inputs[0]), net(inputs[0]), rtol=1e-4, atol=1e-5)
 

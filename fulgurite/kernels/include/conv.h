@@ -40,6 +40,21 @@ INLINE Conv read_conv(const int64_t* a) {
   return c;
 }
 
+// x[m,k] @ weight + bias as a convolution of one column of m pixels; the weight is packed, the output contiguous
+INLINE Conv gemm_as_conv(const float* x, int64_t x_row, int64_t x_column, const float* weight, const float* bias,
+                         float* out, int64_t rows, int64_t depth, int64_t columns, int64_t threads) {
+  Conv c = {};
+  c.x = x, c.weight = weight, c.out = out;
+  c.batch = c.width = c.out_width = 1;
+  c.channels = depth, c.x_c = x_column, c.x_h = x_row;
+  c.height = c.out_height = rows;
+  c.out_channels = c.out_n = c.out_h = c.out_w = columns;
+  c.kernel_h = c.kernel_w = c.stride_h = c.stride_w = c.dilation_h = c.dilation_w = c.groups = 1;
+  c.threads = threads;
+  c.epilogue = Epilogue{bias, nullptr, NO_ACTIVATION, 0.0f, 0.0f};
+  return c;
+}
+
 // Rows of the input in the layout [row][column][channel], with padding.
 struct Band {
   const float* values;

@@ -36,22 +36,6 @@ static void pack_panel(const Matmul& p, int64_t first, int64_t wide, float* to) 
   }
 }
 
-// A matmul as a convolution of one column of pixels with a packed weight.
-INLINE Conv as_conv(const Matmul& p, const float* weight, const float* bias) {
-  Conv c = {};
-  c.x = p.a;
-  c.weight = weight;
-  c.out = p.out;
-  c.batch = 1, c.channels = p.depth, c.height = p.rows, c.width = 1;
-  c.x_c = p.a_column, c.x_h = p.a_row;
-  c.out_channels = p.columns, c.out_height = p.rows, c.out_width = 1;
-  c.kernel_h = c.kernel_w = c.stride_h = c.stride_w = c.dilation_h = c.dilation_w = c.groups = 1;
-  c.threads = p.threads;
-  c.epilogue = Epilogue{bias, nullptr, NO_ACTIVATION, 0.0f, 0.0f};
-  c.out_w = c.out_h = c.out_n = p.columns;
-  return c;
-}
-
 static int64_t multiply_packed(const Matmul& p) {
   const int64_t padded = (p.columns + LANES - 1) / LANES * LANES, panel = p.vectors * LANES;
   float* packed = (float*)malloc((padded * (p.depth + 1)) * sizeof(float));
@@ -68,18 +52,16 @@ static int64_t multiply_packed(const Matmul& p) {
     const int64_t first = k * panel, wide = padded - first < panel ? (padded - first) / LANES : p.vectors;
     pack_panel(p, first, wide, packed + first * p.depth);
   }
-  const int64_t failed = run_conv(as_conv(p, packed, p.bias ? bias : nullptr), p.vectors);
+  const Conv c = gemm_as_conv(p.a, p.a_row, p.a_column, packed, p.bias ? bias : nullptr, p.out, p.rows, p.depth,
+                              p.columns, p.threads);
+  const int64_t failed = run_conv(c, p.vectors);
   free(packed);
   return failed;
 }
 
 // out[m,n] = sum_k a[k,m] * b[k,n]: rows of both are pixels of a weight's gradient
 static int64_t multiply_transposed(const Matmul& p) {
-  Conv c = as_conv(p, nullptr, nullptr);
-  c.x = p.b;
-  c.channels = p.columns, c.height = p.depth;
-  c.x_c = 1, c.x_h = p.b_row;
-  c.out_channels = p.rows, c.out_height = p.depth;
+  Conv c = gemm_as_conv(p.b, p.b_row, 1, nullptr, nullptr, p.out, p.depth, p.columns, p.rows, p.threads);
   return run_weight_gradient(c, p.a);
 }
 

@@ -58,13 +58,7 @@ static int run_direction(const Recurrence& r, const Direction& d, int64_t first,
   float* sums = (float*)malloc(rows * columns * sizeof(float) + 64);
   if (!sums) return 1;
   float *state = d.state + first * r.hidden, *memory = d.memory + first * r.hidden;
-  Conv gemm = {};
-  gemm.x = state, gemm.weight = d.weight, gemm.out = sums, gemm.epilogue.bias = d.bias;
-  gemm.batch = gemm.width = gemm.out_width = gemm.kernel_h = gemm.kernel_w = gemm.stride_h = gemm.stride_w = 1;
-  gemm.dilation_h = gemm.dilation_w = gemm.groups = gemm.threads = gemm.x_c = 1;
-  gemm.channels = gemm.x_h = r.hidden;
-  gemm.height = gemm.out_height = rows;
-  gemm.out_channels = columns;
+  const Conv gemm = gemm_as_conv(state, r.hidden, 1, d.weight, d.bias, sums, rows, r.hidden, columns, 1);
   const int64_t panels = (columns + r.vectors * LANES - 1) / (r.vectors * LANES);
   int failed = 0;
   for (int64_t s = 0; s < r.steps && !failed; ++s) {
