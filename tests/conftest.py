@@ -84,12 +84,20 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Seed all random generators, and reset TorchDynamo, before each test."""
+    """Seed all random generators and reset TorchDynamo before each test; restore our settings after it."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
     torch._dynamo.reset()
+    before = _read_settings()
     yield
+    for name in _read_settings().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _read_settings() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name.startswith("FULGURITE_")}
 
 
 @pytest.fixture

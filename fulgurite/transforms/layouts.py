@@ -38,8 +38,8 @@ class CannotRelayout(Exception):
 def update_layouts(module: fx.GraphModule, before: Mapping[fx.Node, Any]) -> None:
     """Compute the values that follow from changed layouts.
 
-    A result of the graph, or what it is a view of, is copied to its old layout where it is computed. So
-    results share memory as before.
+    A result of the graph, or what it is a view of, is brought to its old layout where it is computed.
+    So results share memory as before.
 
     before   the values that nodes had; of a new node, that of the node which it replaces
     """
@@ -55,8 +55,10 @@ def update_layouts(module: fx.GraphModule, before: Mapping[fx.Node, Any]) -> Non
             changed = [n for n in node.all_input_nodes if _has_changed(n, before)]
             if changed:
                 _adapt(module, node, changed, before)
-            is_origin = not (changed and is_view(node))
-            if node in escaping and is_origin and _has_changed(node, before):
+            is_item = node.target is operator.getitem  # of a tuple, which can't be restored itself
+            is_origin = is_item or not (changed and is_view(node))
+            can_restore = is_origin and isinstance(before[node], Tensor)
+            if node in escaping and can_restore and _has_changed(node, before):
                 _restore_result(node, before[node])
 
 
@@ -75,34 +77,37 @@ def _adapt(
             raise CannotRelayout(f"{node.name} can't run on other layouts")
 
 
-def _restore_result(node: fx.Node, old: Any) -> None:
-    """Let everything read a copy of a node's value in the old layout."""
-    if not isinstance(old, Tensor):
-        return  # a tuple: its items are restored
+def _restore_result(node: fx.Node, old: Tensor) -> None:
+    """Let everything read a node's value in the old layout."""
     users = list(node.users)
     with node.graph.inserting_after(node):
         anchor = node.graph.call_function(aten.clone.default, (node,))
     with node.graph.inserting_before(anchor):
-        copied = _copy_to_layout(node, old)
+        restored = _restore_layout(node, old)
     node.graph.erase_node(anchor)
     for user in users:
-        user.replace_input_with(node, copied)
+        user.replace_input_with(node, restored)
 
 
 def _has_changed(node: fx.Node, before: Mapping[fx.Node, Any]) -> bool:
     old, new = before.get(node), fake_value(node)
     if node.target is operator.getitem or isinstance(old, Tensor):
-        return isinstance(old, Tensor) and _layout(old) != _layout(new)
+        return isinstance(old, Tensor) and _strides(old) != _strides(new)
     if isinstance(old, list | tuple):  # its items tell
         pairs = zip(old, new, strict=True)
-        return any(isinstance(a, Tensor) and _layout(a) != _layout(b) for a, b in pairs)
+        return any(isinstance(a, Tensor) and _strides(a) != _strides(b) for a, b in pairs)
     return False
 
 
-def _layout(value: Tensor) -> tuple[str, ...]:
-    """Strides that matter, as text: symbols are compared without guards."""
-    sizes = zip(map(str, value.shape), map(str, value.stride()), strict=True)
-    return tuple(stride for size, stride in sizes if size != "1")
+def _strides(value: Tensor) -> list[str]:
+    """Strides as text: symbols are compared without guards. torch's convolutions look at all of them."""
+    return [*map(str, value.stride())]
+
+
+def _order(value: Tensor) -> list[str]:
+    """The strides that decide which element is where: not those of dimensions of size 1."""
+    sizes = map(str, value.shape)
+    return [stride for size, stride in zip(sizes, _strides(value), strict=True) if size != "1"]
 
 
 def _can_adapt(node: fx.Node) -> bool:
@@ -137,7 +142,22 @@ def _restore_inputs(
         if not isinstance(value, Tensor):
             raise CannotRelayout(f"{source.name} is a tuple")
         with node.graph.inserting_before(node):
-            node.replace_input_with(source, _copy_to_layout(source, value))
+            node.replace_input_with(source, _restore_layout(source, value))
+
+
+def _restore_layout(node: fx.Node, old: Tensor) -> fx.Node:
+    """A node's value with the strides of an old one.
+
+    That is a view if only strides of dimensions of size 1 differ, otherwise a copy.
+    """
+    new, size, strides = fake_value(node), list(old.shape), list(old.stride())
+    if _order(old) != _order(new):
+        return _copy_to_layout(node, old)
+    if not all(isinstance(n, int) for n in (*size, *strides)):
+        return node
+    view = node.graph.call_function(aten.as_strided.default, (node, size, strides))
+    set_fake_value(view, new.as_strided(size, strides))
+    return view
 
 
 def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
@@ -159,6 +179,6 @@ def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
         if not new._erased:
             args = fx.node.map_arg(new.args, fake_value)
             set_fake_value(new, new.target(*args, **new.kwargs))  # type: ignore[operator]
-    if _layout(fake_value(result)) != _layout(old):
+    if _order(fake_value(result)) != _order(old):
         raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
     return result
