@@ -23,6 +23,7 @@ from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
 from fulgurite.kernels.conv import direct, gradients
 from fulgurite.kernels.conv import ops as conv_ops
+from fulgurite.kernels.conv.matmul import matmul
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import fake_value, set_aten_op
 from fulgurite.trace.printer import render
@@ -67,7 +68,7 @@ OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     conv_ops.packed_linear.overload: direct.packed_linear,
     gradients.packed_conv_transpose.overload: direct.packed_conv_transpose,
     gradients.conv_weight_gradient.overload: direct.conv_weight_gradient,
-    gradients.matmul.overload: direct.matmul,
+    matmul.overload: direct.matmul,
 }
 _DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}
 _EQUIVALENT_OPS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}

@@ -17,6 +17,7 @@ from fulgurite.device import num_cpu_threads
 from fulgurite.host.expression import Unsupported
 from fulgurite.host.words import Argument, Op, StepWriter
 from fulgurite.kernels.conv import cpu, gradients, ops
+from fulgurite.kernels.conv.matmul import matmul
 from fulgurite.trace.node_meta import fake_value
 
 PACKED_OPS = (
@@ -24,7 +25,7 @@ PACKED_OPS = (
     ops.packed_linear.overload,
     gradients.packed_conv_transpose.overload,
     gradients.conv_weight_gradient.overload,
-    gradients.matmul.overload,
+    matmul.overload,
 )
 
 
@@ -49,7 +50,7 @@ def write_packed_call(
     out         the node, and the slot of its value
     """
     result, slot = fake_value(out[0]), out[1]
-    if op is gradients.matmul.overload:
+    if op is matmul.overload:
         return _write_matmul(lowering, arguments, out, writer)
     if op is gradients.conv_weight_gradient.overload:
         gradient, x, *rest = arguments

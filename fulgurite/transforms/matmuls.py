@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import native, timing
-from fulgurite.kernels.conv import cpu, gradients
+from fulgurite.kernels.conv import cpu
+from fulgurite.kernels.conv.matmul import matmul
 from fulgurite.native import find_compiler
 from fulgurite.trace import Trace
 from fulgurite.trace.decisions import Decision, decision_key, read_decision, write_decision
@@ -46,7 +47,7 @@ def use_own_matmuls(trace: Trace) -> Trace:
             if operands is None or not _is_ours_faster(*(_layout(x) for x in operands)):
                 continue
             a, b, bias = operands
-            node.target, node.args = gradients.matmul.overload, (a, b, bias)
+            node.target, node.args = matmul.overload, (a, b, bias)
 
     return trace.edit(change)
 

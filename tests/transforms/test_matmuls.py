@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fulgurite
-from fulgurite.kernels.conv import cpu, gradients
+from fulgurite.kernels.conv import cpu
+from fulgurite.kernels.conv.matmul import matmul, reference
 from fulgurite.transforms import matmuls
 
 TIMES = {"torch": 2.0, "fulgurite": 1.0}
@@ -41,15 +42,15 @@ def test_matmul(sizes, transposed, bias):
     b = b.t().contiguous().t() if transposed in ("b", "both") else b
     row = torch.randn(columns) if bias else None
     expected = a.double() @ b.double() + (0 if row is None else row.double())
-    for result in (gradients.matmul(a, b, row), gradients._reference_matmul(a, b, row)):
+    for result in (matmul(a, b, row), reference(a, b, row)):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
     assert cpu.matmul(a.bfloat16(), b.bfloat16(), row) is NotImplemented
 
 
 def test_slices_and_rows_that_are_repeated():
     a, b = torch.randn(40, 100)[:, 3:53], torch.randn(1, 64).expand(50, 64)
-    torch.testing.assert_close(gradients.matmul(a, b, None), a @ b, rtol=1e-5, atol=1e-4)
-    torch.library.opcheck(gradients.matmul.overload, (a, b.contiguous(), None))
+    torch.testing.assert_close(matmul(a, b, None), a @ b, rtol=1e-5, atol=1e-4)
+    torch.library.opcheck(matmul.overload, (a, b.contiguous(), None))
 
 
 def train(function, module, x):

@@ -4,6 +4,8 @@ In: a weight of a module whose weights do not change, packed once, and inputs. O
 linear, with bias, residual and activation in the same kernel.
 
     ops.py          the operators: schema, fake rule, reference
+    gradients.py    those of transposed convolutions, and of gradients
+    matmul.py       float32 matmuls of training
     packing.py      weights → panels of the C++ kernel
     activations.py  the activations of the epilogue
     cpu.py          calls of the C++ kernel (`include/conv.h`)

@@ -3,13 +3,14 @@
     pack_transposed_weight   weight [I, O / groups, kh, kw] → panels, a filter for each phase
     packed_conv_transpose    activation(conv_transpose2d(x, weight) * scale + bias + residual)
     conv_weight_gradient     the gradient of a weight [O, I / groups, kh, kw]
-    matmul                   a @ b + bias, float32; b is packed at each call
 
 The gradient of a convolution's input is a transposed convolution with the same weight, whose channels have
 changed their roles. `transforms/conv_training.py` puts these operators into training graphs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from fulgurite.op import op
 
 PACK_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.pack_transposed_weight}
 TRANSPOSE_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.packed_conv_transpose}
-MATMUL_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.matmul}
 WEIGHT_GRADIENT_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.conv_weight_gradient}
 
 
@@ -86,9 +86,7 @@ def _(
     dilation: list[int],
     groups: int,
     size: list[int],
-    activation: str,
-    parameters: list[float],
-    is_scaled: bool,
+    *epilogue: Any,
 ) -> Tensor:
     shape = (x.shape[0], filters[0], *size)
     return x.new_empty_strided(shape, cpu.channels_last_strides(shape))
@@ -113,32 +111,9 @@ def conv_weight_gradient(
 
 
 @conv_weight_gradient.fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
+def _(gradient: Tensor, x: Tensor, kernel: list[int], *geometry: Any) -> Tensor:
+    groups = geometry[-1]
     return gradient.new_empty((gradient.shape[1], x.shape[1] // groups, *kernel))
-
-
-@op("fulgurite::matmul")
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """a @ b + bias, for products of values that change with each call (`transforms/matmuls.py`)."""
-    out: Tensor = registry.dispatch(MATMUL_KERNELS, a.device, _reference_matmul, a, b, bias)
-    return out
-
-
-@matmul.fake
-def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
-
-
-def _reference_matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 # ---- references --------------------------------------------------------------------------------

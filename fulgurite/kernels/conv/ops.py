@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -92,10 +94,7 @@ def _(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-    groups: int,
-    activation: str,
-    parameters: list[float],
-    is_scaled: bool,
+    *epilogue: Any,
 ) -> Tensor:
     height, width = (
         cpu.output_size(x.shape[2 + k], filters[1 + k], stride[k], padding[k], dilation[k])
@@ -131,8 +130,7 @@ def _(
     bias: Tensor | None,
     residual: Tensor | None,
     features: int,
-    activation: str,
-    parameters: list[float],
+    *epilogue: Any,
 ) -> Tensor:
     return x.new_empty((x.shape[0], features))
 
