@@ -26,6 +26,9 @@ Host collectives of a step:
                      And one gather of the tokens, with log-probabilities if somebody asked for them.
                      Those of a prompt, if they are asked for, are posted in the store before
 
+Rank 0 must finish a step that it has begun, since the other ranks do. Ctrl-C waits for its end. If
+anything else ends it early, the ranks are out of step, and the next step raises `RankError`.
+
 Grammars are compiled by rank 0, which knows where a reply ends, and by the first rank of the request's
 replica, which needs the masks. A `constraint=` is an object of rank 0's process: it stays there.
 """
@@ -33,7 +36,8 @@ replica, which needs the masks. A `constraint=` is an object of rank 0's process
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,13 +45,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel.collectives import all_gather, all_reduce_mins
 from fulgurite.parallel.health import RankTime
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.processes.channel import BroadcastChannel
 from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.interrupts import defer_interrupts
 from fulgurite.serve.engine.logprobs import pack_logprobs, unpack_logprobs
 from fulgurite.serve.engine.request import Request, SamplingParams
 from fulgurite.serve.engine.sampler import SamplingVariant
@@ -117,6 +122,8 @@ class Coordinator:
         self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
         self.last_message = -1  # number of the message that was sent last
         self.samples = mesh.data.size > 1 and 0 in mesh.data.ranks  # rank 0 gathers its tokens
+        self.is_in_step = False  # rank 0 has begun something that the other ranks finish, too
+        self.left_by = ""  # the error by which rank 0 has left it: the ranks are out of step
 
     # ---- rank 0 ------------------------------------------------------------------------------------
 
@@ -194,7 +201,33 @@ class Coordinator:
         can = step.can_replay, step.can_launch
         self._send(StepMessage(self.events, *counts, step.variant, *can, num_logprobs))
 
+    def finish_step(self) -> None:
+        """What the other ranks wait for in the step that was begun is done."""
+        self.is_in_step = False
+
+    @contextmanager
+    def finish_together(self) -> Iterator[None]:
+        """Around what rank 0 does together with the other ranks: notes if it ends early."""
+        with defer_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                if self.is_in_step:
+                    self.left_by = describe_briefly(error)
+                raise
+            self.is_in_step = False
+
+    def check_in_step(self) -> None:
+        """RankError if rank 0 has left a step before its end."""
+        if self.left_by:
+            raise RankError(
+                f"rank 0 has left a step that the other ranks are still in: {self.left_by}",
+                next="all ranks must start again",
+                ranks=(self.mesh.rank,),
+            )
+
     def _send(self, message: StepMessage) -> None:
+        self.is_in_step = True
         self.last_message = self.channel.send(encode_step(message))
         self.events = []
 
@@ -266,6 +299,12 @@ class Coordinator:
         variant = SamplingVariant(*(bit < 0 for bit in bits))
         can = bool(can_replay), bool(can_launch)
         return StepProposal(limit, can[0], -requests, variant, -tokens, can[1])
+
+
+def describe_briefly(error: BaseException) -> str:
+    """Its type, and the first line of its text if it has any."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def has_posted_prompt(params: SamplingParams, prompt_ids: Sequence[int]) -> bool:

@@ -96,7 +96,7 @@ class Worker:
         elif isinstance(event, StepsDropped):
             engine.in_flight.clear()
         elif isinstance(event, LoadSaved):
-            engine.require_load_saver()()
+            engine.require_load_file().collect()
         elif isinstance(event, GrammarStarted):
             if self.coordinator.samples:
                 engine.grammars.start(GrammarSpec(event.kind, event.source))
