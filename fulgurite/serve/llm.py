@@ -417,7 +417,7 @@ class LLM:
         return self.engine.stream(self.to_prompt(prompt), params)
 
     def stats(self) -> EngineStats:
-        """What the engine has done so far, and what it is doing. On several ranks: this rank's."""
+        """What the engine has done so far, and what it is doing. On rank 0: of all replicas."""
         return self.engine.stats()
 
     def as_async(self) -> AsyncEngine:

@@ -54,6 +54,7 @@ from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.engine.interrupts import defer_interrupts
 from fulgurite.serve.engine.logprobs import pack_logprobs, unpack_logprobs
+from fulgurite.serve.engine.replica_counts import ReplicaCounts
 from fulgurite.serve.engine.request import Request, SamplingParams
 from fulgurite.serve.engine.sampler import SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
@@ -69,8 +70,8 @@ from fulgurite.serve.engine.step_messages import (
     StepMessage,
     StepsDropped,
     TokenSampled,
-    count_words,
-    decode_token,
+    count_row_words,
+    decode_row,
     encode_step,
 )
 
@@ -119,6 +120,7 @@ class Coordinator:
         # Requests on other replicas: with their first token come the log-probabilities of their prompts.
         self.awaited_prompts: set[str] = set()
         self.counter = itertools.count()
+        self.replica_counts: dict[int, ReplicaCounts] = {}  # of the other replicas, on rank 0
         self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
         self.last_message = -1  # number of the message that was sent last
         self.samples = mesh.data.size > 1 and 0 in mesh.data.ranks  # rank 0 gathers its tokens
@@ -241,8 +243,9 @@ class Coordinator:
         """The tokens that the other replicas sampled in this step."""
         if self.mesh.data.size == 1:
             return []
-        rows = self.gather_tokens([], max_tokens, self.step_logprobs)
-        return [decode_token(self.id_of[row[0]], row[1:]) for row in rows if row[0] >= 0]
+        gathered = self.gather_tokens(ReplicaCounts(), [], max_tokens, self.step_logprobs)
+        self.replica_counts = {replica: counts for replica, (counts, _) in gathered.items()}
+        return [decode_row(self.id_of, row) for _, rows in gathered.values() for row in rows]
 
     def take_prompt_logprobs(self, request: Request) -> None:
         """Add what the replica of a request has posted with its first token."""
@@ -270,17 +273,31 @@ class Coordinator:
     # ---- all ranks ---------------------------------------------------------------------------------
 
     def gather_tokens(
-        self, sampled: Sequence[Sequence[int]], max_tokens: int, num_logprobs: int
-    ) -> list[list[int]]:
-        """Rows of all replicas (`encode_token`, after the request's number); called by the first rank
-        of each. Every replica sends `max_tokens` rows; those that are not used start with -1.
+        self,
+        counts: ReplicaCounts,
+        sampled: Sequence[Sequence[int]],
+        max_tokens: int,
+        num_logprobs: int,
+    ) -> dict[int, tuple[ReplicaCounts, list[list[int]]]]:
+        """Counts and rows (`encode_row`) of the other replicas; called by the first rank of each.
+
+        Every replica sends its counts and `max_tokens` rows; those that are not used start with -1.
         """
-        rows = torch.full((max_tokens, 1 + count_words(num_logprobs)), -1)
-        for index, row in enumerate(sampled):
-            rows[index] = torch.tensor(row)
-        gathered: Tensor = all_gather(rows, self.mesh.data, "all-gather of sampled tokens")
-        result: list[list[int]] = gathered.tolist()
-        return result
+        width = count_row_words(num_logprobs)
+        values = torch.full((len(counts) + max_tokens * width,), -1)
+        values[: len(counts)] = torch.tensor(counts)
+        used = [word for row in sampled for word in row]
+        values[len(counts) : len(counts) + len(used)] = torch.tensor(used, dtype=torch.int64)
+        axis = self.mesh.data
+        gathered: Tensor = all_gather(values, axis, "all-gather of sampled tokens")
+        found = {}
+        for replica, words in enumerate(gathered.view(axis.size, -1).tolist()):
+            rest = words[len(counts) :]
+            rows = [rest[start : start + width] for start in range(0, len(rest), width)]
+            if replica != self.replica:
+                used_rows = [row for row in rows if row[0] >= 0]
+                found[replica] = ReplicaCounts(*words[: len(counts)]), used_rows
+        return found
 
     def agree(self, proposal: StepProposal) -> StepProposal:
         """What all ranks can run; a host collective over all of them."""

@@ -492,8 +492,12 @@ class EngineCore:
             if token >= 0 and logprob is not None:
                 request.logprobs.append(logprob)
         if self.coordinator is not None:
+            num_local = len(sampled)
             for remote in self.coordinator.gather_remote_tokens(self.plan.limits.max_sequences):
                 request = self.requests[remote.id]
+                if not request.num_sampled:
+                    request.cached_tokens = remote.cached_tokens
+                    request.first_step_time = time.perf_counter() - 1e-6 * remote.microseconds
                 self.coordinator.take_prompt_logprobs(request)
                 sampled.append(SampledToken(request, remote.token))
                 if remote.token >= 0:
@@ -501,6 +505,12 @@ class EngineCore:
                     if request.params.logprobs is not None and remote.logprob is not None:
                         request.logprobs.append(remote.logprob)
             self.coordinator.finish_step()
+            counts = self.coordinator.replica_counts.values()
+            self.recorder.record_replicas(
+                sum(one.prefill_tokens for one in counts),
+                sum(one.decode_tokens for one in counts),
+                len(sampled) - num_local,
+            )
             for request, token in sampled:
                 if token >= 0:
                     self.coordinator.record_token(request, token)
