@@ -10,7 +10,9 @@ which may be pipeline stages, as a file for `fulgurite plan --expert-load`:
 
     counter = ExpertLoadCounter(model)
     counter.begin_step(tokens, rows)       rows beyond the tokens are padding of a captured step
-    save_expert_load(counter.sum_over(axis), path)
+    file = ExpertLoadFile(counter, path, mesh)
+    file.collect()                         all ranks
+    file.write()                           one rank
 
 Hooks on the routers count, on the device and without waiting for it. A CUDA graph captures them, so
 replayed steps count, too. Recorded native calls of a CPU do not: run these steps eagerly.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.moe import Router
 from fulgurite.models.pipeline_stage import OtherStageRouter
 from fulgurite.parallel.collectives import all_reduce, shard_range
-from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.mesh import Axis, Mesh
 
 SUFFIXES = (".json", ".npy", ".csv")  # that `parallel.placement.read_expert_load` reads
 
@@ -119,6 +121,35 @@ class ExpertLoadCounter:
         return add
 
 
+class ExpertLoadFile:
+    """The file with the counts of all ranks.
+
+    `earlier`: what ranks have counted that are gone; this file goes on from there.
+    """
+
+    def __init__(
+        self,
+        counter: ExpertLoadCounter,
+        path: Path,
+        mesh: Mesh | None = None,
+        earlier: Tensor | None = None,
+    ) -> None:
+        self.counter, self.path, self.mesh = counter, path, mesh
+        self.earlier = self.total = earlier
+
+    def collect(self) -> None:
+        """Sum the counts of all ranks; a collective call."""
+        world = None if self.mesh is None else self.mesh.world
+        load_LE = self.counter.load_LE.cpu() if world is None else self.counter.sum_over(world)
+        self.total = load_LE if self.earlier is None else load_LE + self.earlier
+
+    def write(self) -> None:
+        """Write what was collected. Only rank 0 does; ArgumentError if it can't."""
+        assert self.total is not None, "`collect` comes first"
+        if self.mesh is None or self.mesh.rank == 0:
+            save_expert_load(self.total, self.path)
+
+
 def check_load_path(path: Path) -> Path:
     """A path that `save_expert_load` can write; ArgumentError otherwise."""
     if path.suffix not in SUFFIXES or not path.absolute().parent.is_dir():
@@ -146,5 +177,7 @@ def save_expert_load(load_LE: Tensor, path: Path) -> Path:
             np.savetxt(partial, values, fmt="%d", delimiter=",")
         partial.replace(path)
     except OSError as problem:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise ArgumentError(f"{path} can't be written: {problem.strerror}") from problem
     return path

@@ -6,6 +6,7 @@ In: a store that all ranks reach. Out: if a collective fails or times out, an er
     rank 3 is stopped                     its heartbeat stopped, but its process did not end
     rank 3 did not reach 'dispatch'       it is alive, and at an earlier collective
     rank 3 left                           it closed its mesh while others still waited
+    rank 3 failed before                  it has raised an error of its own
 
 Each rank writes a heartbeat twice a second from a thread of its own, also while it waits in a
 collective. Heartbeats are compared with earlier ones, never with the clock of another machine. A
@@ -46,6 +47,7 @@ WAIT_SLICE = timedelta(seconds=1)
 STACK_TIMEOUT = 3.0  # seconds that a rank has to answer with its stack
 STACK_FRAMES = 4  # the innermost ones
 STACK_REQUEST = "stack-request"
+CONNECTION_ERRORS = ("timed out connecting", "Connection refused", "No route to host")  # of gloo
 EXITS_PREFIX, EXITS_KEY = "fulgurite-exits", "exits"
 
 # A rank is slow if it works so many times longer than the others, and so many seconds a step longer,
@@ -344,10 +346,12 @@ class HealthMonitor:
         gone = find_first_exits(ended, heartbeats)
         stopped = [] if gone else sorted(silent)
         left = [rank for rank, one in heartbeats.items() if one.state == "left"]
+        others = [(rank, one.state) for rank, one in heartbeats.items() if rank != self.rank]
+        failed = [rank for rank, state in others if state == "failed"]
         behind = [
             rank
             for rank, one in heartbeats.items()
-            if self._is_late(one) and rank not in silent and rank not in left
+            if self._is_late(one) and rank not in (*silent, *left, *failed)
         ]
         stack = None
         if gone:
@@ -370,6 +374,16 @@ class HealthMonitor:
             text = f"{ranks} '{label}' in {self.timeout:g} s: {positions}"
             next = "all ranks must make the same calls in the same order, also without tokens"
             stack = self._request_stacks(behind)
+        elif any(one in str(error) for one in CONNECTION_ERRORS):
+            text = f"'{label}' failed: this rank can't connect to another one"
+            next = (
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface between the "
+                "hosts, such as eth0; set them on all hosts if a host's name leads to 127.0.0.1 or "
+                "127.0.1.1, and open the ports between the hosts"
+            )
+        elif failed:
+            text = f"'{label}' can't finish: {_format_ranks(failed, 'failed')} before"
+            next = f"see the error of {_name_ranks(failed)}: it is the cause, or names it"
         elif left:
             text = f"{_format_ranks(left, 'left')} while others waited in '{label}'"
             next = "all ranks must make the same calls in the same order, also without tokens"
@@ -382,7 +396,7 @@ class HealthMonitor:
             reason=str(error).splitlines()[0][:200] if str(error) else None,
             stack=stack,
             next=next,
-            ranks=tuple(gone or stopped or behind or left),
+            ranks=tuple(gone or stopped or behind or failed or left),
         )
 
     def _request_stacks(self, ranks: Iterable[int]) -> str | None:
@@ -404,7 +418,8 @@ class HealthMonitor:
             self.stopping.set()
             self.thread.join()
             try:
-                self.state = "left"
+                if self.state != "failed":  # that others must see, whenever they look
+                    self.state = "left"
                 self._publish()
             except RuntimeError:
                 return  # the store is gone, and with it all who could read this
@@ -563,6 +578,8 @@ def _format_stack(thread: int) -> str:
 
 def _format_ranks(ranks: list[int], verb: str | None = None) -> str:
     """'rank 3 is', 'ranks 1, 3 are', or with another verb."""
-    many = len(ranks) > 1
-    names = f"rank{'s' if many else ''} {', '.join(map(str, sorted(ranks)))}"
-    return f"{names} {verb or ('are' if many else 'is')}"
+    return f"{_name_ranks(ranks)} {verb or ('are' if len(ranks) > 1 else 'is')}"
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

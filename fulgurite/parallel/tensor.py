@@ -172,6 +172,12 @@ class _Parallelizer:
                 add_gather_hook(self.model.get_submodule(name), self.token_sharding)
         for name in self._names_with_style("experts", ""):
             self._shard_experts(name)
+        if self.placement is not None and self.num_moe_layers not in (0, self.placement.num_layers):
+            raise ArgumentError(
+                f"the placement has {self.placement.num_layers} layers, but the model has "
+                f"{self.num_moe_layers} with experts",
+                next="a placement of this model has one row for each MoE layer",
+            )
         self._record_gradient_reductions()
         slices = self.sharder.slices
         self.sharding.slices = {n: slices[p] for n, p in self.model.named_parameters()}

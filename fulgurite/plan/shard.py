@@ -225,7 +225,9 @@ def build_model_shard(
         mesh,  # type: ignore[arg-type]
         family.sharding_rules,
         dispatcher=dispatcher,
-        placement=_planned_placement(config, spec, len(kinds)),
+        placement=_planned_placement(
+            config, spec, sum(config.layers[index].is_moe for index in kinds)
+        ),
     )
     names = {current: shard.name for current, shard in sharding.slices.items()}
     return ModelShard(model.to("meta"), layer_kinds, names)

@@ -17,7 +17,7 @@ import torch
 from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
 from fulgurite.models.config import ModelConfig
-from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path, save_expert_load
+from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path
 from fulgurite.models.layers import CausalLM
 from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
@@ -105,15 +105,6 @@ class ExpertSetup:
         for layer in layers:
             layer.dispatcher = dispatcher
             layer.micro_batches = options.micro_batches
-
-    def save_load(self, counter: ExpertLoadCounter) -> None:
-        """Rank 0 writes the load of all ranks; a collective call."""
-        assert self.options.record_load is not None, "there is a counter only if it is set"
-        load_LE = counter.load_LE
-        if self.mesh is not None:
-            load_LE = counter.sum_over(self.mesh.world)
-        if self.mesh is None or self.mesh.rank == 0:
-            save_expert_load(load_LE, Path(self.options.record_load))
 
 
 def prepare_experts(

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from fulgurite.device import choose_compute_dtype, resolve_device, resolve_dtype
 from fulgurite.errors import ArgumentError
-from fulgurite.models.expert_load import ExpertLoadCounter
+from fulgurite.logs import LOG
+from fulgurite.models.expert_load import ExpertLoadFile
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading import hub
 from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
@@ -97,7 +97,8 @@ class LLM:
     engine: Engine
     coordinator: Coordinator | None
     experts: ExpertSetup | None
-    load_counter: ExpertLoadCounter | None
+    load_file: ExpertLoadFile | None
+    earlier_load: Tensor | None  # saved before ranks were restarted
 
     def __init__(self, name: str | Path, config: LLMConfig | None = None, **options: Any) -> None:
         config = LLMConfig(**options) if config is None else replace(config, **options)
@@ -117,6 +118,7 @@ class LLM:
         if self.tokenizer is not None:
             self.tokenizer.check_vocab_size(checkpoint.config.vocab_size)
         self.mesh: Mesh | None = None
+        self.load_file = self.earlier_load = None
         policy = RestartPolicy(config.on_rank_failure, config.max_restarts)
         self._start_ranks(checkpoint)
         if self.workers is not None:
@@ -173,7 +175,9 @@ class LLM:
     def _stop_ranks(self) -> None:
         """Kill the workers, leave the mesh, and free this rank's weights."""
         self._shut_down(timeout=0.0)
-        self.mesh = self.workers = self.coordinator = self.experts = self.load_counter = None
+        if self.load_file is not None:
+            self.earlier_load, self.load_file = self.load_file.total, None
+        self.mesh = self.workers = self.coordinator = self.experts = None
         self.__dict__.pop("model", None)
 
     def _restart_ranks(self) -> Engine:
@@ -206,7 +210,7 @@ class LLM:
         llm.path = Path(model.config.family)
         llm.architecture = model.config.family
         llm._embedding_model = llm.mesh = llm.workers = llm.coordinator = llm.sharding = None
-        llm.experts = llm.load_counter = None
+        llm.experts = llm.load_file = llm.earlier_load = None
         limits = choose_limits(llm.config, model, llm.device)
         shapes = copy_to_meta(model)
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
@@ -271,7 +275,7 @@ class LLM:
         if self.mesh is not None and self.mesh.context.size > 1:
             self.model.context = ContextParallel(self.mesh.context)
         self.sharding = load_plan.sharding
-        self.load_counter = self.experts.finish(self.model, limits.max_batched_tokens)
+        counter = self.experts.finish(self.model, limits.max_batched_tokens)
         if config.compile:
             self.model.compile_decoder()
         self.coordinator = None if self.mesh is None else Coordinator(self.mesh)
@@ -285,9 +289,10 @@ class LLM:
             async_scheduling=config.async_scheduling,
             grammar_compiler=self._make_grammar_compiler(),
         )
-        if self.load_counter is not None:
-            save = partial(self.experts.save_load, self.load_counter)
-            self.engine.record_load(self.load_counter, save, config.record_load_interval)
+        if counter is not None and config.record_load is not None:
+            path, earlier = Path(config.record_load), self.earlier_load
+            self.load_file = ExpertLoadFile(counter, path, self.mesh, earlier)
+            self.engine.record_load(self.load_file, config.record_load_interval)
 
     def _build_shapes(self, checkpoint: Checkpoint, plan: RankPlan) -> RankShapes:
         """What this rank will hold and run, on the meta device, to plan its memory."""
@@ -343,6 +348,10 @@ class LLM:
         if coordinator is None or self.mesh is None:
             self._save_expert_load()
             return
+        if coordinator.left_by:  # the other ranks wait in a step, and can't be told to stop
+            LOG.warning("the ranks are ended: rank 0 has left a step by %s", coordinator.left_by)
+            self._shut_down(timeout=0.0)
+            return
         try:
             if self.is_driver:
                 coordinator.stop()
@@ -354,9 +363,10 @@ class LLM:
 
     def _save_expert_load(self) -> None:
         """Save what was counted since the ranks started; once, and on all ranks together."""
-        counter, self.load_counter = self.load_counter, None
-        if counter is not None and self.experts is not None:
-            self.experts.save_load(counter)
+        file, self.load_file = self.load_file, None
+        if file is not None:
+            file.collect()
+            file.write()
 
     def save_load(self) -> None:
         """Save the expert load now, as far as it was counted. On the driver, while others wait."""
@@ -407,7 +417,7 @@ class LLM:
         return self.engine.stream(self.to_prompt(prompt), params)
 
     def stats(self) -> EngineStats:
-        """What the engine has done so far, and what it is doing. On several ranks: this rank's."""
+        """What the engine has done so far, and what it is doing. On rank 0: of all replicas."""
         return self.engine.stats()
 
     def as_async(self) -> AsyncEngine:

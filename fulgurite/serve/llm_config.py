@@ -40,7 +40,8 @@ class LLMConfig:
         prefix_caching: share KV-cache blocks between requests with the same prefix.
         deterministic: a request's tokens and log-probabilities don't depend on what else is in its
             batch, on chunks of its prompt, cached prefixes or preemption, to the bit. True: nor on the
-            number of ranks, which costs messages and memory. None: on a CPU, but for sums over ranks.
+            number of ranks, but for context parallelism; that costs messages and memory. None: on a CPU,
+            but for sums over ranks.
         async_scheduling: launch the next step before the tokens of this one are read. None: on a GPU,
             unless ranks communicate through the host.
         data: data-parallel replicas, each with its own requests. None: all remaining ranks.

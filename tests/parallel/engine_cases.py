@@ -90,6 +90,33 @@ def generate_to_the_bit(
     return generate_results(folder, shape, prompts, params, dtype=dtype, deterministic=True)[0]
 
 
+def count_replicas(
+    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams]
+) -> tuple[list[int], Any, list[tuple[int, int, int]], list[float]]:
+    """The same requests twice, one after another each time. Rank 0: cached tokens of the second time,
+    the statistics of all, requests that run, that wait, and blocks in each step, and seconds until each
+    request's first step."""
+    cached: list[int] = []
+    steps: list[tuple[int, int, int]] = []
+    waited: list[float] = []
+    stats: Any = None
+    with open_llm(folder, shape, cache_tokens=320) as llm:
+        if llm.is_driver:
+            engine = llm.engine
+            llm.generate(prompts, params)
+            requests = [engine.add_request(*one) for one in zip(prompts, params, strict=True)]
+            while engine.has_unfinished_requests:
+                unfinished = len(engine.requests)
+                engine.step()
+                now = engine.stats()
+                steps.append((now.running, now.waiting, now.used_cache_blocks))
+                assert now.running + now.waiting == len(engine.requests) <= unfinished
+            cached = [one.cached_tokens for one in requests]
+            waited = [one.first_step_time - one.arrival_time for one in requests]
+            stats = engine.stats()
+    return cached, stats, steps, waited
+
+
 def watch_replicas(llm: LLM) -> dict[str, int]:
     """The replica of each request, also after it ended."""
     coordinator, found = llm.coordinator, {}

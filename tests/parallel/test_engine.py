@@ -155,6 +155,22 @@ def test_logprobs_and_grammars_on_all_replicas(ranks, folder):
     assert [left for _, _, left in found] == [0, 0]
 
 
+def test_statistics_are_of_all_replicas(ranks, folder):
+    """Requests, tokens, blocks, cached prefixes and times: those of other replicas count, too."""
+    prompts = [[*range(n, n + 40)] for n in range(6)]  # different from the first token on
+    params = [SamplingParams(max_tokens=6, ignore_eos=True)] * 6
+    cached, stats, steps, waited = ranks(2).run(
+        cases.count_replicas, folder("qwen3_moe"), (2, 1, 2), prompts, params
+    )[0]
+    assert cached == [32] * 6  # two blocks each
+    assert stats.prefill_tokens == 6 * 40 + 6 * (40 - 32)
+    assert stats.sampled_tokens == 2 * 6 * 6 and stats.decode_tokens == 2 * 6 * 5
+    assert stats.prefix_cached_tokens == 6 * 32
+    assert max(running for running, _, _ in steps) == 6 and max(used for *_, used in steps) >= 12
+    assert steps[-1] == (0, 0, 0) and (stats.running, stats.waiting) == (0, 0)
+    assert all(0 < seconds < 60 for seconds in waited)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [("llama", (1, 2, 1)), ("qwen3_moe", (2, 1, 2))], ids=str
 )

@@ -9,16 +9,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from fulgurite.errors import RankError
 from fulgurite.parallel import RankPool, health
-from fulgurite.parallel.health import Heartbeat, RankTime, compare_ranks, find_first_exits
+from fulgurite.parallel.health import (
+    HealthMonitor,
+    Heartbeat,
+    RankTime,
+    compare_ranks,
+    find_first_exits,
+)
 from fulgurite.parallel.processes.workers import WorkerProcesses
 from tests.parallel import health_cases as cases
 
@@ -87,6 +94,37 @@ def test_first_exits_are_those_that_had_not_failed_before():
     own = "ended with exit code 1 (CapacityError: no room)"
     assert find_first_exits({1: error, 2: own}, {1: left, 2: left}) == [2]
     assert find_first_exits({1: health.describe_exit(0)}, {1: left}) == []
+
+
+# ---- two monitors in one process -------------------------------------------------------------------
+
+
+@pytest.fixture
+def monitors() -> Iterator[list[HealthMonitor]]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = [HealthMonitor(0, "127.0.0.1", store.port, rank, 2, timeout=60.0) for rank in (0, 1)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_rank_that_has_failed_and_left_ends_the_wait_of_others(monitors):
+    """It raises an error of its own and closes its mesh, before others look at it."""
+    waiting, failing = monitors
+    failing.explain("start of the process group", RuntimeError("of the test"))
+    failing.close()
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 failed before") as caught:
+        waiting.wait_for_ranks("start of the process group")
+    assert time.monotonic() - start < 20 and caught.value.ranks == (1,)
+    assert "see the error of rank 1" in str(caught.value)
+
+
+def test_hosts_that_can_not_connect(monitors):
+    """The name of a host leads to its loopback interface: the error says what to set."""
+    text = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, "
+    error = monitors[0].explain("start of the axis", RuntimeError(text + "remote=[127.0.1.1]:4"))
+    assert "can't connect to another one" in str(error) and "GLOO_SOCKET_IFNAME" in str(error)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------

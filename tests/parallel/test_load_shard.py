@@ -70,6 +70,14 @@ def test_experts_in_several_slots(ranks, tmp_path):
     check(ranks(2), folder, (2, 1, 2), placement=Placement(slots, 6, 2))
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_placement_of_another_model_raises(tmp_path, layers):
+    folder = save(tmp_path, fields_of("mixtral", num_hidden_layers=2))
+    slots = torch.arange(6).expand(layers, -1).clone()
+    with pytest.raises(RankError, match=f"the placement has {layers} layers"):
+        launch(cases.compare, 2, folder, (2, 1, 2), False, Placement(slots, 6, 2))
+
+
 PACKED = {
     "fp8": fields_of("qwen3_moe", moe_intermediate_size=256, **BLOCKS),
     "mxfp4": fields_of("gpt_oss", intermediate_size=128),

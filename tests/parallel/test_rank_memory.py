@@ -72,6 +72,22 @@ def test_context_and_micro_batches_hold_what_is_planned(ranks, tmp_path, name, s
     check(ranks(2), make_folder(tmp_path, name), shape, 0, **options)
 
 
+@pytest.mark.slow  # four ranks: products of axes
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("llama", (1, 2, 1), {"pipeline": 2}),
+        ("llama4", (2, 1, 2), {"pipeline": 2}),
+        ("qwen3_moe", (1, 2, 2), {"context_parallel": 2}),
+        ("deepseek_v3", (1, 2, 4), {"context_parallel": 2}),
+        ("qwen3_moe", (4, 1, 4), {"transport": "hierarchical", "nodes": 2}),
+    ],
+    ids=str,
+)
+def test_products_of_axes_hold_what_is_planned(ranks, tmp_path, name, shape, options):
+    check(ranks(4), make_folder(tmp_path, name), shape, 0, **options)
+
+
 def test_deterministic_ranks_hold_what_is_planned(ranks, tmp_path):
     """One row an assignment, and experts that run where their rows are."""
     folder = make_folder(tmp_path, "qwen3_moe")

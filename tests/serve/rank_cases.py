@@ -21,8 +21,8 @@ SAMPLED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, se
 PARAMS = [GREEDY, SAMPLED, SamplingParams(max_tokens=9, repetition_penalty=1.3), GREEDY, GREEDY]
 
 
-def save_model(folder: Path) -> Path:
-    fields = fields_of("llama")
+def save_model(folder: Path, name: str = "llama") -> Path:
+    fields = fields_of(name)
     path = save(folder, fields)
     save_tokenizer(path, int(str(fields["vocab_size"])))
     return path

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.parallel.experts.placement import read_expert_load
 from fulgurite.parallel.processes.workers import is_single_process
 from fulgurite.serve.engine import rank_restart
 from fulgurite.serve.engine.rank_restart import RestartPolicy
@@ -28,7 +30,7 @@ from fulgurite.serve.llm import LLM
 from tests.parallel.engine_cases import PLAIN
 from tests.serve.http.serving import MODEL
 from tests.serve.http.tiny_server import serve_tiny
-from tests.serve.rank_cases import PARAMS, Run, kill, run_undisturbed, save_model
+from tests.serve.rank_cases import PARAMS, Run, asked, kill, run_undisturbed, save_model
 from tests.waiting import wait_for
 
 
@@ -54,6 +56,23 @@ def test_two_of_four_ranks_at_once(folder, wanted):
             assert [one.token_ids for one in results] == wanted
             llm.engine.restarter.recent.clear()
     assert is_single_process()
+
+
+def test_load_counts_go_on_after_a_restart(tmp_path):
+    """What was saved before a rank was lost is in the file that is saved later."""
+    path, file = save_model(tmp_path, "qwen3_moe"), tmp_path / "load.json"
+    with LLM(path, record_load=file, **PLAIN) as one:
+        one.generate(*asked())
+    once = read_expert_load(file)
+    axes = {"data": 2, "expert": 2, "timeout": 120.0}
+    with LLM(path, record_load=file, on_rank_failure="retry", **axes, **PLAIN) as llm:
+        llm.generate(*asked())
+        llm.save_load()
+        assert torch.equal(read_expert_load(file), once)
+        kill(llm, 1)
+        wait_for(lambda: llm.workers.exits)
+        llm.generate(*asked())
+    assert torch.equal(read_expert_load(file), 2 * once)
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, pytest.param({"data": 2}, marks=pytest.mark.slow)])

@@ -95,6 +95,52 @@ def test_rank_that_is_lost_while_nothing_runs(llm, wanted):
     assert [one.token_ids for one in llm.generate(*asked())] == wanted
 
 
+def test_ctrl_c_waits_for_the_end_of_the_step(llm, wanted, monkeypatch):
+    """The other ranks are in it, too: no rank is lost, and none is out of step."""
+    before, handler = count_restarts(llm), signal.signal(signal.SIGINT, signal.default_int_handler)
+    execute, num_steps = Engine.execute, 0
+
+    def interrupt(self: Engine, *arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            signal.raise_signal(signal.SIGINT)
+        return execute(self, *arguments)
+
+    monkeypatch.setattr(Engine, "execute", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(*asked())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert num_steps == 5
+    assert [one.token_ids for one in llm.generate(*asked())] == wanted
+    assert count_restarts(llm) == before
+
+
+def test_step_that_rank_0_leaves_ends_with_new_ranks(llm, wanted, monkeypatch):
+    """The other ranks wait in it: their next collective would be another one than rank 0's."""
+    before, reasons, num_steps = count_restarts(llm), [], 0
+    execute = Engine.execute
+
+    def leave(self: Engine, *arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            raise ValueError("of the test")
+        return execute(self, *arguments)
+
+    monkeypatch.setattr(Engine, "execute", leave)
+    assert llm.engine.restarter is not None
+    llm.engine.restarter.listeners.append(reasons.append)
+    with pytest.raises(ValueError, match="of the test"):
+        llm.generate(*asked())
+    assert [one.token_ids for one in llm.generate(*asked())] == wanted
+    llm.engine.restarter.listeners.clear()
+    assert count_restarts(llm) == before + 1
+    assert "rank 0 has left a step" in reasons[0] and "ValueError: of the test" in reasons[0]
+
+
 @pytest.mark.slow  # five more restarts: other moments
 @pytest.mark.parametrize("seed", range(5))
 def test_kill_at_a_random_moment(llm, wanted, seed):

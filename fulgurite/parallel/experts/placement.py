@@ -162,21 +162,26 @@ def count_expert_load(experts_Tk: Tensor, experts: int) -> Tensor:
 def read_expert_load(path: Path) -> Tensor:
     """The expert load [L, E] of a file: .json (a list of lists), .npy, or .csv (a line a layer)."""
     readers = {
-        ".json": lambda: np.asarray(json.loads(path.read_text()), dtype=np.float64),
-        ".npy": lambda: np.load(path, allow_pickle=False).astype(np.float64),
+        ".json": lambda: np.asarray(json.loads(path.read_text())),
+        ".npy": lambda: np.load(path, allow_pickle=False),
         ".csv": lambda: np.loadtxt(path, delimiter=",", ndmin=2),
     }
     if path.suffix not in readers:
         raise ArgumentError(f"{path} is not an expert load", next=f"one of {', '.join(readers)}")
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         values = readers[path.suffix]()
+        if values.dtype.kind not in "iuf":
+            raise ValueError(f"its values are {values.dtype}")
+        return check_expert_load(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)))
     except OSError as problem:
         raise ArgumentError(f"{path} can't be read: {problem.strerror or problem}") from problem
-    except (ValueError, TypeError) as problem:
+    except (ValueError, TypeError) as problem:  # ArgumentError is a ValueError
+        text = problem.what if isinstance(problem, ArgumentError) else problem
         raise ArgumentError(
-            f"{path} is not an expert load: {problem}", next="one row of numbers for each MoE layer"
+            f"{path} is not an expert load: {text}", next="one row of numbers for each MoE layer"
         ) from problem
-    return check_expert_load(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 def save_placement(placement: Placement, path: Path) -> Path:
@@ -197,8 +202,10 @@ def read_placement(path: Path) -> Placement:
     """Read a placement that `save_placement` wrote."""
     try:
         values = json.loads(path.read_text())
-        slots = torch.tensor(values["slots"], dtype=torch.int64)
-        experts, ranks = int(values["experts"]), int(values["ranks"])
+        slots = torch.tensor(values["slots"])
+        if slots.dtype != torch.int64:  # 0.5 would become expert 0
+            raise ValueError("its slots are not all numbers of experts")
+        return Placement(slots, int(values["experts"]), int(values["ranks"]))
     except OSError as problem:
         raise ArgumentError(f"{path} can't be read: {problem.strerror}") from problem
     except (
@@ -206,12 +213,12 @@ def read_placement(path: Path) -> Placement:
         KeyError,
         TypeError,
         RuntimeError,
-    ) as problem:  # all that json and torch raise
+    ) as problem:  # all that json, torch and `Placement` raise
+        text = problem.what if isinstance(problem, ArgumentError) else problem
         raise ArgumentError(
-            f"{path} is not a placement: {problem}",
+            f"{path} is not a placement: {text}",
             next="write one with fulgurite plan --expert-load … --placement FILE",
         ) from problem
-    return Placement(slots, experts, ranks)
 
 
 def check_expert_load(load_LE: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ Host collectives of a step:
                      And one gather of the tokens, with log-probabilities if somebody asked for them.
                      Those of a prompt, if they are asked for, are posted in the store before
 
+Rank 0 must finish a step that it has begun, since the other ranks do. Ctrl-C waits for its end. If
+anything else ends it early, the ranks are out of step, and the next step raises `RankError`.
+
 Grammars are compiled by rank 0, which knows where a reply ends, and by the first rank of the request's
 replica, which needs the masks. A `constraint=` is an object of rank 0's process: it stays there.
 """
@@ -33,7 +36,8 @@ replica, which needs the masks. A `constraint=` is an object of rank 0's process
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,14 +45,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel.collectives import all_gather, all_reduce_mins
 from fulgurite.parallel.health import RankTime
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.processes.channel import BroadcastChannel
 from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.interrupts import defer_interrupts
 from fulgurite.serve.engine.logprobs import pack_logprobs, unpack_logprobs
+from fulgurite.serve.engine.replica_counts import ReplicaCounts
 from fulgurite.serve.engine.request import Request, SamplingParams
 from fulgurite.serve.engine.sampler import SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
@@ -64,8 +70,8 @@ from fulgurite.serve.engine.step_messages import (
     StepMessage,
     StepsDropped,
     TokenSampled,
-    count_words,
-    decode_token,
+    count_row_words,
+    decode_row,
     encode_step,
 )
 
@@ -114,9 +120,12 @@ class Coordinator:
         # Requests on other replicas: with their first token come the log-probabilities of their prompts.
         self.awaited_prompts: set[str] = set()
         self.counter = itertools.count()
+        self.replica_counts: dict[int, ReplicaCounts] = {}  # of the other replicas, on rank 0
         self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
         self.last_message = -1  # number of the message that was sent last
         self.samples = mesh.data.size > 1 and 0 in mesh.data.ranks  # rank 0 gathers its tokens
+        self.is_in_step = False  # rank 0 has begun something that the other ranks finish, too
+        self.left_by = ""  # the error by which rank 0 has left it: the ranks are out of step
 
     # ---- rank 0 ------------------------------------------------------------------------------------
 
@@ -194,7 +203,33 @@ class Coordinator:
         can = step.can_replay, step.can_launch
         self._send(StepMessage(self.events, *counts, step.variant, *can, num_logprobs))
 
+    def finish_step(self) -> None:
+        """What the other ranks wait for in the step that was begun is done."""
+        self.is_in_step = False
+
+    @contextmanager
+    def finish_together(self) -> Iterator[None]:
+        """Around what rank 0 does together with the other ranks: notes if it ends early."""
+        with defer_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                if self.is_in_step:
+                    self.left_by = describe_briefly(error)
+                raise
+            self.is_in_step = False
+
+    def check_in_step(self) -> None:
+        """RankError if rank 0 has left a step before its end."""
+        if self.left_by:
+            raise RankError(
+                f"rank 0 has left a step that the other ranks are still in: {self.left_by}",
+                next="all ranks must start again",
+                ranks=(self.mesh.rank,),
+            )
+
     def _send(self, message: StepMessage) -> None:
+        self.is_in_step = True
         self.last_message = self.channel.send(encode_step(message))
         self.events = []
 
@@ -208,8 +243,9 @@ class Coordinator:
         """The tokens that the other replicas sampled in this step."""
         if self.mesh.data.size == 1:
             return []
-        rows = self.gather_tokens([], max_tokens, self.step_logprobs)
-        return [decode_token(self.id_of[row[0]], row[1:]) for row in rows if row[0] >= 0]
+        gathered = self.gather_tokens(ReplicaCounts(), [], max_tokens, self.step_logprobs)
+        self.replica_counts = {replica: counts for replica, (counts, _) in gathered.items()}
+        return [decode_row(self.id_of, row) for _, rows in gathered.values() for row in rows]
 
     def take_prompt_logprobs(self, request: Request) -> None:
         """Add what the replica of a request has posted with its first token."""
@@ -237,17 +273,31 @@ class Coordinator:
     # ---- all ranks ---------------------------------------------------------------------------------
 
     def gather_tokens(
-        self, sampled: Sequence[Sequence[int]], max_tokens: int, num_logprobs: int
-    ) -> list[list[int]]:
-        """Rows of all replicas (`encode_token`, after the request's number); called by the first rank
-        of each. Every replica sends `max_tokens` rows; those that are not used start with -1.
+        self,
+        counts: ReplicaCounts,
+        sampled: Sequence[Sequence[int]],
+        max_tokens: int,
+        num_logprobs: int,
+    ) -> dict[int, tuple[ReplicaCounts, list[list[int]]]]:
+        """Counts and rows (`encode_row`) of the other replicas; called by the first rank of each.
+
+        Every replica sends its counts and `max_tokens` rows; those that are not used start with -1.
         """
-        rows = torch.full((max_tokens, 1 + count_words(num_logprobs)), -1)
-        for index, row in enumerate(sampled):
-            rows[index] = torch.tensor(row)
-        gathered: Tensor = all_gather(rows, self.mesh.data, "all-gather of sampled tokens")
-        result: list[list[int]] = gathered.tolist()
-        return result
+        width = count_row_words(num_logprobs)
+        values = torch.full((len(counts) + max_tokens * width,), -1)
+        values[: len(counts)] = torch.tensor(counts)
+        used = [word for row in sampled for word in row]
+        values[len(counts) : len(counts) + len(used)] = torch.tensor(used, dtype=torch.int64)
+        axis = self.mesh.data
+        gathered: Tensor = all_gather(values, axis, "all-gather of sampled tokens")
+        found = {}
+        for replica, words in enumerate(gathered.view(axis.size, -1).tolist()):
+            rest = words[len(counts) :]
+            rows = [rest[start : start + width] for start in range(0, len(rest), width)]
+            if replica != self.replica:
+                used_rows = [row for row in rows if row[0] >= 0]
+                found[replica] = ReplicaCounts(*words[: len(counts)]), used_rows
+        return found
 
     def agree(self, proposal: StepProposal) -> StepProposal:
         """What all ranks can run; a host collective over all of them."""
@@ -266,6 +316,12 @@ class Coordinator:
         variant = SamplingVariant(*(bit < 0 for bit in bits))
         can = bool(can_replay), bool(can_launch)
         return StepProposal(limit, can[0], -requests, variant, -tokens, can[1])
+
+
+def describe_briefly(error: BaseException) -> str:
+    """Its type, and the first line of its text if it has any."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def has_posted_prompt(params: SamplingParams, prompt_ids: Sequence[int]) -> bool:

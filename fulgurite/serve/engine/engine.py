@@ -18,6 +18,7 @@ from fulgurite.serve.engine.audit import audit_engine
 from fulgurite.serve.engine.captured_step import WARMUPS
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.engine_core import EngineCore, Listener
+from fulgurite.serve.engine.replica_counts import count_engine
 from fulgurite.serve.engine.request import (
     Constraint,
     Request,
@@ -237,11 +238,10 @@ class Engine(EngineCore):
             if self.failure is not None:
                 raise self.failure
             recorder, scheduler, runner = self.recorder, self.scheduler, self.runner
-            pools = self.block_manager.pools
-            blocks = sum(pool.num_blocks for pool in pools)
+            counts = count_engine(self)
             return EngineStats(
-                waiting=len(scheduler.waiting),
-                running=len(scheduler.running),
+                waiting=counts.waiting,
+                running=counts.running,
                 finished=dict(recorder.finished),
                 steps=recorder.steps,
                 steps_in_flight=len(self.in_flight),
@@ -249,12 +249,12 @@ class Engine(EngineCore):
                 decode_tokens=recorder.decode_tokens,
                 sampled_tokens=recorder.sampled_tokens,
                 prefix_cached_tokens=recorder.prefix_cached_tokens,
-                preemptions=scheduler.num_preemptions,
+                preemptions=counts.preemptions,
                 tokens_per_second=recorder.tokens_per_second(),
                 step_seconds=recorder.step_percentiles(),
-                cache_blocks=blocks,
-                used_cache_blocks=blocks - sum(len(pool.free_blocks) for pool in pools),
-                prefix_cache_blocks=sum(len(pool.hash_by_block) for pool in pools),
+                cache_blocks=counts.total_blocks,
+                used_cache_blocks=counts.used_blocks,
+                prefix_cache_blocks=counts.prefix_cache_blocks,
                 captured_steps=tuple(runner.captured_sizes),
                 no_capture_reason=runner.no_capture_reason or runner.eager_reason,
                 max_batched_tokens=scheduler.max_batched_tokens,

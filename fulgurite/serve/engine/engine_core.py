@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ from fulgurite.device import is_out_of_memory
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.kernels.linear_attention.ops import CUT_ALIGNMENT
 from fulgurite.kernels.sampling.table import NAN_LOGITS, NO_ALLOWED_TOKEN
-from fulgurite.models.expert_load import ExpertLoadCounter
+from fulgurite.logs import LOG
+from fulgurite.models.expert_load import ExpertLoadFile
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.plan.kv_cache import group_layers
@@ -196,8 +197,7 @@ class EngineCore:
         self.listeners: dict[str, Listener] = {}
         self.request_counter = itertools.count()
         self.lock = threading.RLock()
-        self.load_counter: ExpertLoadCounter | None = None  # these by `record_load`
-        self.load_saver: Callable[[], None] | None = None
+        self.load_file: ExpertLoadFile | None = None  # these by `record_load`
         self.load_interval: float | None = None
         self.load_saved_at = 0.0
         self.restarter: RankRestarter | None = None  # set by whoever has started the ranks
@@ -230,7 +230,8 @@ class EngineCore:
         with self.lock:
             try:
                 self.check_ranks()
-                return self._step()
+                with self._finish_together():
+                    return self._step()
             except RankError as error:
                 if self.failure is not None:
                     raise
@@ -248,6 +249,12 @@ class EngineCore:
             raise self.failure
         if self.restarter is not None:
             self.restarter.processes.check()
+        if self.coordinator is not None:
+            self.coordinator.check_in_step()
+
+    def _finish_together(self) -> AbstractContextManager[None]:
+        """Around what all ranks do together."""
+        return nullcontext() if self.coordinator is None else self.coordinator.finish_together()
 
     def _step(self) -> list[Update]:
         with self.lock:
@@ -358,16 +365,13 @@ class EngineCore:
                     updates.append(self._notify(self._end(request, ""), request))
             return updates
 
-    def record_load(
-        self, counter: ExpertLoadCounter, save: Callable[[], None], interval: float | None = None
-    ) -> None:
+    def record_load(self, file: ExpertLoadFile, interval: float | None = None) -> None:
         """Count the tokens of experts from now on. On a CPU, recorded native calls would not.
 
-        `save`: writes the counts of all ranks; a collective call. `interval`: seconds after which the
-        next step does so; None: only `save_load` does.
+        `interval`: seconds after which the next step saves the file; None: only `save_load` does.
         """
-        self.load_counter = self.runner.load_counter = counter
-        self.load_saver, self.load_interval = save, interval
+        self.runner.load_counter = file.counter
+        self.load_file, self.load_interval = file, interval
         self.load_saved_at = time.monotonic()
         if self.plan.device.type == "cpu":
             self.runner.no_capture_reason = "the expert load is recorded"
@@ -375,25 +379,31 @@ class EngineCore:
     def save_load(self) -> None:
         """Save the expert load as it is now; rank 0 calls it, and all ranks take part."""
         with self.lock:
-            save = self.require_load_saver()
+            file = self.require_load_file()
             self.check_ranks()
-            if self.coordinator is not None:
-                self.coordinator.begin_saving_load()
-            save()
             self.load_saved_at = time.monotonic()
+            with self._finish_together():
+                if self.coordinator is not None:
+                    self.coordinator.begin_saving_load()
+                file.collect()
+            file.write()
 
-    def require_load_saver(self) -> Callable[[], None]:
-        if self.load_saver is None:
+    def require_load_file(self) -> ExpertLoadFile:
+        if self.load_file is None:
             raise ArgumentError(
                 "the expert load is not recorded", next="LLM(..., record_load='load.json')"
             )
-        return self.load_saver
+        return self.load_file
 
     def _save_load_if_due(self) -> None:
         if self.load_interval is None:
             return
-        if time.monotonic() - self.load_saved_at >= self.load_interval:
+        if time.monotonic() - self.load_saved_at < self.load_interval:
+            return
+        try:
             self.save_load()
+        except ArgumentError as error:  # a full disk, for example: requests go on
+            LOG.warning("the expert load was not saved: %s", error.one_line())
 
     def _is_idle(self) -> bool:
         """Whether no rank has anything to run; this one has not."""
@@ -482,14 +492,25 @@ class EngineCore:
             if token >= 0 and logprob is not None:
                 request.logprobs.append(logprob)
         if self.coordinator is not None:
+            num_local = len(sampled)
             for remote in self.coordinator.gather_remote_tokens(self.plan.limits.max_sequences):
                 request = self.requests[remote.id]
+                if not request.num_sampled:
+                    request.cached_tokens = remote.cached_tokens
+                    request.first_step_time = time.perf_counter() - 1e-6 * remote.microseconds
                 self.coordinator.take_prompt_logprobs(request)
                 sampled.append(SampledToken(request, remote.token))
                 if remote.token >= 0:
                     request.append(remote.token)
                     if request.params.logprobs is not None and remote.logprob is not None:
                         request.logprobs.append(remote.logprob)
+            self.coordinator.finish_step()
+            counts = self.coordinator.replica_counts.values()
+            self.recorder.record_replicas(
+                sum(one.prefill_tokens for one in counts),
+                sum(one.decode_tokens for one in counts),
+                len(sampled) - num_local,
+            )
             for request, token in sampled:
                 if token >= 0:
                     self.coordinator.record_token(request, token)

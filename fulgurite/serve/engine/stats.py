@@ -64,6 +64,8 @@ class EngineStats:
     out_of_memory           steps that ran out of memory
     ranks                   the times of each rank's steps, and how slow it is (parallel/health.py)
     restarts                how often all ranks were restarted after one was lost
+
+    On rank 0, requests, tokens, blocks and preemptions are those of all replicas.
     """
 
     waiting: int
@@ -156,8 +158,7 @@ class StepRecorder:
     def record_step(
         self, chunks: Sequence[ScheduledChunk], sampled_tokens: int, seconds: float
     ) -> None:
-        decode = sum(is_decode(chunk) for chunk in chunks)
-        prefill = sum(chunk.num_tokens for chunk in chunks) - decode
+        prefill, decode = count_tokens(chunks)
         self.steps += 1
         self.prefill_tokens += prefill
         self.decode_tokens += decode
@@ -176,6 +177,15 @@ class StepRecorder:
             }
             text = describe_step(self.steps, chunks)
             LOG.debug("%s, %.2f ms", text, 1e3 * seconds, extra={"fields": fields})
+
+    def record_replicas(self, prefill: int, decode: int, sampled_tokens: int) -> None:
+        """Add what other replicas did in the step that was recorded last."""
+        self.prefill_tokens += prefill
+        self.decode_tokens += decode
+        self.sampled_tokens += sampled_tokens
+        self.recent_tokens[-1] += sampled_tokens
+        seconds, tokens = self.unread_steps[-1]
+        self.unread_steps[-1] = seconds, tokens + prefill + decode
 
     def record_result(self, request: Request, result: Result) -> None:
         self.finished[result.finish_reason] += 1
@@ -222,6 +232,12 @@ class StepRecorder:
             return {}
         values = np.percentile(np.array(self.recent_seconds), PERCENTILES)
         return dict(zip(PERCENTILES, values.tolist(), strict=True))
+
+
+def count_tokens(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:
+    """Tokens of prompts, and tokens of replies."""
+    decode = sum(is_decode(chunk) for chunk in chunks)
+    return sum(chunk.num_tokens for chunk in chunks) - decode, decode
 
 
 def is_decode(chunk: ScheduledChunk) -> bool:

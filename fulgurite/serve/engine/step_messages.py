@@ -1,21 +1,22 @@
 """What rank 0 and the other ranks send each other: events of requests, steps and tokens; data only.
 
 rank 0 ─▶ all ranks    StepMessage: the events since the last step, and what rank 0 runs, as JSON
-all ranks ─▶ rank 0    a token a request, with its log-probabilities, as integers
+all ranks ─▶ rank 0    a token a request, with its log-probabilities, as integers; counts of a replica
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fulgurite.serve.engine.request import RequestOptions, SamplingParams, TokenLogprob
+from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams, TokenLogprob
 from fulgurite.serve.engine.sampler import GREEDY_VARIANT, SamplingVariant
 
 NO_LOGPROBS = -1
@@ -148,14 +149,40 @@ def _read_event(kind: str, *fields: Any) -> Event:
 
 
 class RemoteToken(NamedTuple):
-    """A token that another replica sampled for a request."""
+    """A token that another replica sampled for a request, and how the request has started there.
+
+    cached_tokens    tokens of its prompt that were found in the prefix cache
+    microseconds     since its first step
+    """
 
     id: str
     token: int
     logprob: TokenLogprob | None = None
+    cached_tokens: int = 0
+    microseconds: int = 0
 
 
 # ---- tokens as integers ----------------------------------------------------------------------------
+
+
+def encode_row(
+    number: int, request: Request, token: int, logprob: TokenLogprob | None, num_logprobs: int
+) -> list[int]:
+    """A token of a request, for `decode_row`."""
+    microseconds = int(1e6 * (time.perf_counter() - request.first_step_time))
+    head = [number, request.cached_tokens, microseconds]
+    return head + encode_token(token, logprob, num_logprobs)
+
+
+def decode_row(id_of: Mapping[int, str], row: Sequence[int]) -> RemoteToken:
+    number, cached_tokens, microseconds, *words = row
+    found = decode_token(id_of[number], words)
+    return found._replace(cached_tokens=cached_tokens, microseconds=microseconds)
+
+
+def count_row_words(num_logprobs: int) -> int:
+    """Integers of a row."""
+    return 3 + count_words(num_logprobs)
 
 
 def count_words(num_logprobs: int) -> int:

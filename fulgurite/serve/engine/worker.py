@@ -7,6 +7,7 @@ from fulgurite.serve.engine.agreement import propose_step
 from fulgurite.serve.engine.coordinator import Coordinator, count_scheduled, has_posted_prompt
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.replica_counts import count_replica
 from fulgurite.serve.engine.reply import accept_token
 from fulgurite.serve.engine.request import Request, RequestState
 from fulgurite.serve.engine.step_messages import (
@@ -19,7 +20,7 @@ from fulgurite.serve.engine.step_messages import (
     StepsDropped,
     TokenSampled,
     decode_step,
-    encode_token,
+    encode_row,
 )
 
 
@@ -66,7 +67,7 @@ class Worker:
         if not self.coordinator.samples:
             return
         rows = [
-            [self.number_of[request.id], *encode_token(token, logprob, num_logprobs)]
+            encode_row(self.number_of[request.id], request, token, logprob, num_logprobs)
             for request, token, logprob in zip(step.requests, tokens, logprobs, strict=True)
             if request.state is not RequestState.FINISHED
         ]
@@ -74,8 +75,11 @@ class Worker:
             if request.id in self.unposted:
                 self.unposted.discard(request.id)
                 self.coordinator.post_prompt_logprobs(self.number_of[request.id], request)
-        limit = self.engine.plan.limits.max_sequences
-        self.coordinator.gather_tokens(rows, limit, num_logprobs)
+        limit, counts = (
+            self.engine.plan.limits.max_sequences,
+            count_replica(self.engine, step.chunks),
+        )
+        self.coordinator.gather_tokens(counts, rows, limit, num_logprobs)
 
     def _check_counts(self, found: tuple[int, int], message: StepMessage) -> None:
         """RankError if this rank of rank 0's replica would run something else than rank 0."""
@@ -96,7 +100,7 @@ class Worker:
         elif isinstance(event, StepsDropped):
             engine.in_flight.clear()
         elif isinstance(event, LoadSaved):
-            engine.require_load_saver()()
+            engine.require_load_file().collect()
         elif isinstance(event, GrammarStarted):
             if self.coordinator.samples:
                 engine.grammars.start(GrammarSpec(event.kind, event.source))

@@ -15,6 +15,7 @@ from fulgurite.errors import ArgumentError, CapacityError, FulguriteError
 from fulgurite.option_values import SERVED_MIXED_TOKENS
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.prefix_blocks import export_prefix, import_prefix
+from fulgurite.serve.engine.replica_counts import count_engine
 from fulgurite.serve.engine.request import Request, TokenLogprob, Update
 from fulgurite.serve.llm import LLM
 from fulgurite.serve.remote.engine_interface import (
@@ -132,20 +133,19 @@ class LLMEngine:
 
     def read_progress(self) -> Progress:
         engine = self.engine
-        recorder, scheduler, pools = engine.recorder, engine.scheduler, engine.block_manager.pools
-        total = sum(pool.num_blocks for pool in pools)
+        recorder, counts = engine.recorder, count_engine(engine)
         step_seconds, step_tokens = recorder.take_recent_steps()
         return Progress(
             steps=recorder.steps,
-            running=len(scheduler.running),
-            waiting=len(engine.requests) - len(scheduler.running),
-            used_blocks=total - sum(len(pool.free_blocks) for pool in pools),
-            total_blocks=total,
+            running=counts.running,
+            waiting=counts.waiting,
+            used_blocks=counts.used_blocks,
+            total_blocks=counts.total_blocks,
             prefill_tokens=recorder.prefill_tokens,
             generated_tokens=recorder.sampled_tokens,
             prefix_queries=self.prompt_tokens,
             prefix_hits=recorder.prefix_cached_tokens,
-            preemptions=scheduler.num_preemptions,
+            preemptions=counts.preemptions,
             forced_tokens=recorder.forced_tokens,
             mask_seconds=engine.sampler.take_mask_seconds(),
             rank_restarts=0 if engine.restarter is None else engine.restarter.num_restarts,

@@ -252,8 +252,13 @@ def test_placement_file_round_trip(tmp_path: Path) -> None:
     (tmp_path / "ragged.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0, 1], [1]]}')
     (tmp_path / "large.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0, 1e30]]}')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    for name in ("other.json", "cut.json", "list.json", "ragged.json", "large.json", "bytes.json"):
-        with pytest.raises(ArgumentError, match="is not a placement"):
+    (tmp_path / "half.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0.5, 1]]}')
+    (tmp_path / "missing_one.json").write_text('{"experts": 3, "ranks": 1, "slots": [[0, 1]]}')
+    for name in (
+        *("other.json", "cut.json", "list.json", "ragged.json", "large.json", "bytes.json"),
+        *("half.json", "missing_one.json"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"{name} is not a placement"):
             read_placement(tmp_path / name)
     with pytest.raises(ArgumentError, match="can't be read"):
         read_placement(tmp_path / "missing.json")
@@ -271,8 +276,15 @@ def test_files_of_load(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("[[1, 2], [3]]")
     (tmp_path / "c.json").write_text("{")
     np.save(tmp_path / "p.npy", np.array([{"pickled": 1}]), allow_pickle=True)
-    for name in ("b.json", "c.json", "p.npy"):
-        with pytest.raises(ArgumentError, match="is not an expert load"):
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "bools.json").write_text("[[true, false]]")
+    np.save(tmp_path / "complex.npy", np.array([[1 + 2j, 3]]))
+    (tmp_path / "negative.json").write_text("[[-1, 2]]")
+    for name in (
+        *("b.json", "c.json", "p.npy"),
+        *("empty.csv", "bools.json", "complex.npy", "negative.json"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"{name} is not an expert load"):
             read_expert_load(tmp_path / name)
     with pytest.raises(ArgumentError, match="can't be read"):
         read_expert_load(tmp_path / "missing.json")

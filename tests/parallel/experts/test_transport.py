@@ -345,7 +345,7 @@ def test_load_is_saved_after_an_interval(folder, tmp_path):
     file, options = tmp_path / "load.json", engine_cases.PLAIN
     with LLM(folder("qwen3_moe"), record_load=file, record_load_interval=1e-6, **options) as llm:
         llm.generate(prompts(), greedy())
-        assert int(read_expert_load(file).sum()) == int(llm.load_counter.load_LE.sum()) > 0
+        assert int(read_expert_load(file).sum()) == int(llm.load_file.counter.load_LE.sum()) > 0
     with LLM(folder("qwen3_moe"), record_load=file, record_load_interval=1e6, **options) as llm:
         file.unlink()
         llm.generate(prompts(), greedy())
@@ -359,6 +359,21 @@ def test_load_is_saved_after_an_interval(folder, tmp_path):
         pytest.raises(ArgumentError, match="not recorded"),
     ):
         llm.save_load()
+
+
+def test_load_that_can_not_be_saved_ends_no_request(folder, tmp_path, caplog):
+    """A full disk, or a folder that is gone: requests go on, and `close` says what is wrong."""
+    place, path = tmp_path / "place", folder("qwen3_moe")
+    place.mkdir()
+    options = {**engine_cases.PLAIN, "record_load_interval": 1e-6}
+    llm = LLM(path, record_load=place / "load.json", **options)
+    place.rmdir()
+    with caplog.at_level("WARNING", logger="fulgurite"):
+        found = [one.token_ids for one in llm.generate(prompts(), greedy())]
+    assert found == alone(path, greedy())
+    assert "the expert load was not saved" in caplog.text
+    with pytest.raises(ArgumentError, match="can't be saved"):
+        llm.close()
 
 
 def test_options_that_need_experts_on_ranks(folder, tmp_path):

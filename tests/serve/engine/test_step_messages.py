@@ -14,6 +14,7 @@ from fulgurite.serve.engine.step_messages import (
     NO_LOGPROBS,
     GrammarStarted,
     PrefixCacheReset,
+    RemoteToken,
     RequestAdded,
     RequestEnded,
     StepMessage,
@@ -68,7 +69,7 @@ def test_token_ids_of_numpy_are_numbers():
 def test_tokens_round_trip_as_integers(logprob, num_logprobs):
     words = encode_token(5, logprob, num_logprobs)
     assert len(words) == count_words(num_logprobs)
-    assert decode_token("r", words) == ("r", 5, logprob)
+    assert decode_token("r", words) == RemoteToken("r", 5, logprob)
 
 
 def test_token_without_logprobs_in_a_step_with_them():
