@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
@@ -39,14 +39,13 @@ from fulgurite.train.config_file import (
 from fulgurite.train.data.tokenizer import LOCK
 from fulgurite.train.drill import run_drill
 from fulgurite.train.finish import EXPORT, RESULT, TOKENIZER, RunResult, read_result, write_sample
-from fulgurite.train.metrics import read_metrics
 from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
-from fulgurite.train.run_folder import hold_run
+from fulgurite.train.run_folder import CHECKPOINTS, CONFIG, has_begun, hold_run
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
-from fulgurite.train.supervisor import CONFIG, supervise
-from fulgurite.train.trainer import CHECKPOINTS, hash_data, replay, train
+from fulgurite.train.supervisor import supervise
+from fulgurite.train.trainer import hash_data, replay, train
 from fulgurite.train.verify import verify_run
 from fulgurite.train.view import name_figure
 
@@ -264,9 +263,9 @@ def create_output(
     """Make the folder of a run and hold it. Yields the config, with the next number if another run took
     the one of `choose_output` in between.
 
-    The folder is removed if the run ends before it has a config in it, as with text that is too short, or
-    by an error that a user can repair before its first step. A new run does not use the tokenizer of
-    one that was killed at that point.
+    The folder is removed if the run ends before its first step: before it has a config in it, as with text
+    that is too short, or by an error, of this process or of its ranks. A new run does not use the tokenizer
+    of one that was killed at that point.
     """
     config, is_made = _make_folder(config, is_numbered)
     assert config.output is not None, "choose_output has set it"
@@ -277,12 +276,12 @@ def create_output(
             if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
                 shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
             yield config
-    except ArgumentError:
+    except (ArgumentError, RankError):
         has_failed = True
         raise
     finally:
-        is_empty = not (folder / CONFIG).exists() or (has_failed and not has_begun(folder))
-        if is_made and is_empty:
+        has_ended_early = has_failed or not (folder / CONFIG).exists()
+        if is_made and has_ended_early and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -308,11 +307,6 @@ def _unwritable(folder: Path, error: OSError) -> ArgumentError:
     return ArgumentError(
         f"the run can't be written to {folder}: {error.strerror}", next="give another --output"
     )
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a run has done a step."""
-    return bool(list_checkpoints(folder / CHECKPOINTS) or read_metrics(folder))
 
 
 def print_summary(config: TrainConfig, result: RunResult) -> None:

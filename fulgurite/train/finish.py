@@ -18,6 +18,7 @@ from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from fulgurite.train.config import TrainConfig
+from fulgurite.train.data.tokenizer import restore_tokenizer
 from fulgurite.train.export import ExportOptions, save_pretrained
 from fulgurite.train.layout import ModelParallelLayout
 from fulgurite.train.setup import Parts
@@ -64,6 +65,8 @@ def export_run(parts: Parts) -> Path:
     folder = parts.output / EXPORT
     if parts.is_first and folder.exists():  # of the same run, before it went on
         shutil.rmtree(folder)
+    if parts.is_first:
+        restore_tokenizer(parts.tokenizer, parts.output)
     parts.layout.barrier()
     model, gather = parts.model, None
     if isinstance(parts.layout, ModelParallelLayout):

@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,14 @@ from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
 from fulgurite.train.report import EXPLANATION_FILE
+from fulgurite.train.run_folder import CHECKPOINTS, CONFIG
 from fulgurite.train.run_log import LOG_FILE, RunLog
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
-from fulgurite.train.supervisor import CONFIG
 from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
-
-CHECKPOINTS = "checkpoints"
 
 
 class Trainer:
@@ -255,7 +253,9 @@ class Trainer:
         )
 
     def _open_metrics(self, folder: Path) -> MetricsWriter | None:
-        return MetricsWriter(folder, self.config.log, self.step) if self.layout.rank == 0 else None
+        if self.layout.rank != 0:
+            return None
+        return MetricsWriter(folder, self.config.log, self.step, asdict(self.config))
 
     def _make_meter(self) -> StepMeter:
         config = self.config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fulgurite.cli import main
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.train.checks import check_run
 from fulgurite.train.command import (
     choose_output,
@@ -170,16 +170,25 @@ def test_two_runs_that_chose_one_number_get_two(tmp_path, monkeypatch):
         assert moved.output == "runs/nano-002"
 
 
+@pytest.mark.parametrize("error", [ArgumentError, RankError])
 @pytest.mark.parametrize(("has_step", "is_kept"), [(False, False), (True, True)])
-def test_an_error_before_the_first_step_leaves_no_folder(tmp_path, has_step, is_kept):
-    """Such as a reward that raises."""
+def test_an_error_before_the_first_step_leaves_no_folder(tmp_path, has_step, is_kept, error):
+    """Such as a reward that raises, in this process or in a rank."""
     folder = tmp_path / "run"
-    with pytest.raises(ArgumentError), create_output(TrainConfig(output=str(folder)), is_new=True):
+    with pytest.raises(error), create_output(TrainConfig(output=str(folder)), is_new=True):
         (folder / "config.toml").touch()
         if has_step:
             (folder / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "loss": 2.0}\n')
-        raise ArgumentError("the reward raised")
+        raise error("the reward raised")
     assert folder.exists() == is_kept
+
+
+def test_a_run_without_its_config_is_kept(tmp_path):
+    """Somebody has moved it away while the run went on."""
+    folder = tmp_path / "run"
+    with create_output(TrainConfig(output=str(folder)), is_new=True):
+        (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert (folder / "checkpoints" / "step-000002").is_dir()
 
 
 def test_a_signal_is_the_exit_status_of_one_rank_too(text, tmp_path, monkeypatch, capsys):  # noqa: F811
