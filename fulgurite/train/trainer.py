@@ -46,6 +46,8 @@ from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
+MAX_REPEATS = 40  # of a text; later epochs are worth nothing (Muennighoff et al. 2023, figure 5)
+
 
 class Trainer:
     """Runs the steps of one rank. `step` steps are done.
@@ -318,6 +320,7 @@ def train(config: TrainConfig) -> RunResult:
         folder = Path(config.output)
         parts = build_parts(config)
         log.open(folder / LOG_FILE)
+        report_repeats(parts)
         view = make_view(config.log, config.steps or 1) if parts.is_first else None
         trainer = Trainer(parts, view)
         if view is not None:
@@ -355,6 +358,21 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
     if close is not None:
         close()
     return result
+
+
+def report_repeats(parts: Parts) -> None:
+    """Warn of a plan that reads its text so often that more steps teach nothing."""
+    config, tokens = parts.config, parts.train_data.num_tokens
+    assert config.steps and config.batch_size and config.data.sequence_length, "it is resolved"
+    repeats = config.steps * config.batch_size * config.data.sequence_length / max(1, tokens)
+    if repeats <= MAX_REPEATS or config.model.init_from is not None:
+        return
+    LOG.warning(
+        "the text is read %.0f times; beyond about %d a model learns it by heart and nothing else: "
+        "add text (data.train), or take fewer steps (--steps) or a smaller --size",
+        repeats,
+        MAX_REPEATS,
+    )
 
 
 def describe_run(parts: Parts) -> str:

@@ -85,6 +85,8 @@ def test_print_config_round_trips(capsys):
         (["--ranks", "0"], "--ranks 1 or more"),
         (["--log.profile", "3"], "write steps as A:B"),
         (["--log.profile", "900:901"], "begins after the 800 steps"),
+        (["--output", ""], "output is an empty text"),
+        (["--model.init_from="], "model.init_from is an empty text"),
         (["--log.wandb"], "pip install wandb"),
         (["--model.architecture", "qwen3"], "did you mean Qwen3ForCausalLM?"),
         (["--model.fields.num_experts", "4"], "did you mean model.fields.n_routed_experts?"),

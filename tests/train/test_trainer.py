@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,26 @@ def test_a_finished_run_has_no_step_left(config):
     again = train(config)
     assert again.is_finished and again.steps == 6
     assert again == first == read_result(Path(config.output))
+    (Path(config.output) / "result.json").unlink()  # as if it was killed while it wrote the export
+    assert train(config) == first == read_result(Path(config.output))
+
+
+def test_a_tokenizer_that_is_removed_in_between_is_exported(config, monkeypatch):
+    def run(self: Trainer, folder: Path) -> bool:
+        shutil.rmtree(folder / "tokenizer")
+        return True
+
+    monkeypatch.setattr(Trainer, "run", run)
+    result = train(config)
+    assert (Path(result.export) / "tokenizer.json").is_file()
+
+
+def test_text_that_is_read_too_often_is_said(config, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "run", lambda self, folder: False)
+    train(override(config, "steps", "10"))
+    assert "times" not in capsys.readouterr().err
+    train(override(config, "steps", "4000"))
+    assert "is read 1" in capsys.readouterr().err
 
 
 def test_ranks_that_share_weights_do_not_name_the_cause_alone(config):
