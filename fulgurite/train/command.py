@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from fulgurite.errors import ArgumentError, RankError
+from fulgurite.errors import ArgumentError, FulguriteError, RankError
 from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
@@ -145,12 +145,14 @@ def run_train(options: argparse.Namespace) -> None:
     world = None if is_rank() else options.ranks
     check_run(resolve(config, world), world)  # raises before a folder is made
     with create_output(config, is_new, is_numbered) as config:
-        if is_rank():
-            train(config)  # torchrun started this process
-            return
-        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
         assert config.output is not None, "choose_output has set it"
         folder = Path(config.output)
+        if is_rank():  # torchrun started this process
+            result = train(config)
+            if is_first_rank():
+                print_summary(resolve(config), result)
+            return
+        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
         if not status or (folder / RESULT).is_file():  # else a signal came before the first step
             print_summary(resolve(config, options.ranks), read_result(folder))
     if status:
@@ -166,6 +168,11 @@ def _train(config: TrainConfig) -> int:
 def is_rank() -> bool:
     """Whether a launcher such as torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank of a launcher."""
+    return not is_rank() or os.environ.get("RANK") == "0"
 
 
 def read_options(options: argparse.Namespace) -> TrainConfig:
@@ -272,7 +279,7 @@ def create_output(
     folder = Path(config.output)
     has_failed = False
     try:
-        with hold_run(folder) if not is_rank() or os.environ.get("RANK") == "0" else nullcontext():
+        with hold_run(folder) if is_first_rank() else nullcontext():
             if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
                 shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
             yield config
@@ -330,12 +337,23 @@ def print_summary(config: TrainConfig, result: RunResult) -> None:
         return
     sample = None
     if result.export is not None and config.evaluate.sample and config.evaluate.sample_tokens:
-        sample = write_sample(Path(result.export), config)
-        print(f"\n{sample}\n")
+        with _go_on_without("sample"):
+            sample = write_sample(Path(result.export), config)
+            print(f"\n{sample}\n")
     if config.log.report:
-        print(f"  report: {write_report(Path(result.output), sample)}")
+        with _go_on_without("report"):
+            print(f"  report: {write_report(Path(result.output), sample)}")
     for command in next_commands(config, result) if result.export is not None else ():
         print(f"  {command}")
+
+
+@contextmanager
+def _go_on_without(what: str) -> Iterator[None]:
+    """Show an error of something beside the model: the run is done, and is no failure."""
+    try:
+        yield
+    except FulguriteError as error:
+        print(f"\nwarning: there is no {what}: {error.one_line()}\n", file=sys.stderr)
 
 
 def next_commands(config: TrainConfig, result: RunResult) -> list[str]:

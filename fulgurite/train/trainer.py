@@ -22,7 +22,7 @@ from fulgurite.errors import ArgumentError, NonFiniteError
 from fulgurite.files import write_atomically
 from fulgurite.logs import LOG
 from fulgurite.train.batch import Batch
-from fulgurite.train.checkpoint import CheckpointManager, training_state
+from fulgurite.train.checkpoint import CheckpointManager, list_checkpoints, training_state
 from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import to_toml
@@ -216,11 +216,13 @@ class Trainer:
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
         LOG.warning("%s; skipped: %s", text, cause if is_first else "as the step before")
         if self.skipped > limit:
+            count = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
+            kept = "; the last checkpoint is whole, and of a step that was finite"
             raise NonFiniteError(
-                f"{self.skipped} steps were not finite; {text}",
+                f"{count} not finite; {text}",
                 cause=cause,
-                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit}); the "
-                "last checkpoint is whole, and of a step that was finite",
+                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit})"
+                + (kept if list_checkpoints(self.parts.output / CHECKPOINTS) else ""),
             )
 
     def _runs_alone(self) -> bool:

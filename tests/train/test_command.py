@@ -11,6 +11,7 @@ import pytest
 
 from fulgurite.cli import main
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.train import command
 from fulgurite.train.checks import check_run
 from fulgurite.train.command import (
     choose_output,
@@ -262,6 +263,17 @@ def test_a_run_without_export_and_sample_has_a_report(text, tmp_path, monkeypatc
     assert "fulgurite generate" in capsys.readouterr().out
 
 
+def test_a_sample_that_fails_is_no_failure_of_the_run(text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """A prompt beyond the context of the model: found out when the engine reads it."""
+    monkeypatch.chdir(tmp_path)
+    fields = [word for name, value in SMALL for word in (f"--{name}", value)]
+    words = ["train", *fields, "--steps", "1", "--data.train", str(text), "--log.report", "true"]
+    assert main([*words, "--output", "run", "--evaluate.sample", "sea " * 2000]) == 0
+    shown = capsys.readouterr()
+    assert "warning: there is no sample: " in shown.err and "may have 1024" in shown.err
+    assert "report: run/report.html" in shown.out and "fulgurite chat" in shown.out
+
+
 def test_a_run_and_its_continuation(text, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     fields = [word for name, value in SMALL for word in (f"--{name}", value)]
@@ -283,3 +295,14 @@ def test_a_run_and_its_continuation(text, tmp_path, monkeypatch, capsys):  # noq
     assert main(["generate", "--raw", "--model", "run/export", "--max-tokens", "4", "sun"]) == 0
     assert main(["verify", "run", "--steps", "1", "--seed", "0"]) == 0
     assert "verified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_of_a_launcher_shows_the_summary(rank, text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(command, "train", lambda config: RunResult("run", 3, False, loss=2.5))
+    assert main(["train", "--data.train", str(text), "--output", "run"]) == 0
+    shown = "loss 2.500" in capsys.readouterr().out
+    assert shown == (rank == "0")

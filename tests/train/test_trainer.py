@@ -175,6 +175,7 @@ def test_skipped_steps_are_named_and_limited(config, capsys):
         trainer.run(Path(config.output))
     assert trainer.skipped == 3
     assert "the weight layers.0.attention.q_proj.weight is not finite" in str(error.value)
+    assert "checkpoint" not in str(error.value)  # there is none yet
 
 
 def run_with_skips(config: TrainConfig, skipped: set[int]) -> Trainer:
@@ -196,7 +197,7 @@ def run_with_skips(config: TrainConfig, skipped: set[int]) -> Trainer:
 def test_weights_without_a_finite_loss_replace_no_checkpoint(config):
     config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=2))
     config = replace(config, log=replace(config.log, max_nonfinite=2))
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="the last checkpoint is whole"):
         run_with_skips(config, {3, 4, 5})
     folder = Path(config.output) / "checkpoints"
     assert [step for step, _ in list_checkpoints(folder)] == [1, 2]
