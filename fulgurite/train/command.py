@@ -378,9 +378,16 @@ def _run_drill(config: TrainConfig, ranks: int) -> None:
     ranks = ranks if ranks > 1 else DRILL_RANKS
     check_run(resolve(config, ranks), ranks)
     assert config.output is not None, "choose_output has set it"
-    Path(config.output).mkdir(parents=True, exist_ok=True)
-    with hold_run(Path(config.output)):
-        report = run_drill(config, ranks, train, seed=config.seed)
+    folder = Path(config.output)
+    is_made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with hold_run(folder):
+            report = run_drill(config, ranks, train, seed=config.seed)
+    except (ArgumentError, RankError):
+        if is_made and not any(has_begun(one) for one in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)  # as with text that is too short
+        raise
     print(report.describe())
     if not report.has_passed:
         raise SystemExit(1)

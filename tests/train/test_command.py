@@ -222,11 +222,11 @@ def test_a_new_run_leaves_no_tokenizer_of_an_earlier_one(tmp_path):
         assert not tokenizer.exists()
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_run_that_does_not_begin_leaves_no_folder(ranks, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("options", [["--ranks", "1"], ["--ranks", "2"], ["--drill"]])
+def test_a_run_that_does_not_begin_leaves_no_folder(options, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("hi")
-    words = ["train", "--data.train", "short.txt", "--steps", "1", "--ranks", ranks]
+    words = ["train", "--data.train", "short.txt", "--steps", "1", *options]
     try:
         assert main(words) == 1
     except SystemExit as end:  # of ranks

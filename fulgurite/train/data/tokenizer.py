@@ -235,7 +235,8 @@ def save_tokenizer(tokenizer: Backend | Tokenizer, folder: Path) -> None:
 
 def _describe_trained(backend: Backend) -> Tokenizer:
     """The tokenizer around what `train_tokenizer` returns."""
-    stops = (backend.token_to_id(EOS), backend.token_to_id(TURN_END))
+    ids = (backend.token_to_id(token) for token in (EOS, TURN_END))
+    stops = tuple(id for id in ids if id is not None)
     special = {"eos_token": EOS, "pad_token": PAD}
     return Tokenizer(backend, None, stops, CHAT_TEMPLATE, special)
 
