@@ -20,6 +20,8 @@ from fulgurite.config import ENV_VARS
 from fulgurite.errors import FulguriteError
 from fulgurite.version import VERSION
 
+# A storage that is full or refuses to be written; other errors may come from inputs.
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 AddOptions = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], None]
 
@@ -263,9 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader closed the pipe (`| head`)
         return 1
     except OSError as problem:
-        if problem.errno != errno.ENOSPC:
+        if problem.errno not in STORAGE_ERRORS:
             raise
-        print(f"the output can't be written: {problem.strerror}", file=sys.stderr)
+        where = f" ({problem.filename})" if problem.filename else ""
+        print(f"the output can't be written: {problem.strerror}{where}", file=sys.stderr)
         return 1
     return 0
 

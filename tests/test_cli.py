@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import warnings
 
 import pytest
 
-from fulgurite import native
-from fulgurite.cli import OPENMP_SPIN_COUNT, main
+from fulgurite import cli, native
+from fulgurite.cli import OPENMP_SPIN_COUNT, Command, main
 
 CODE = """
     import torch
@@ -229,3 +230,13 @@ def test_commands_that_need_an_extra_say_which(words):
     assert outcome.returncode == 1
     assert what.startswith("ArgumentError: ") and NEED_EXTRAS[words] in what
     assert next.split() == ["next", "pip", "install", "'fulgurite[serve]'"]
+
+
+def test_a_storage_that_refuses_a_file_is_no_traceback(monkeypatch, capsys):
+    def refuse(options: object) -> None:
+        raise OSError(errno.EFBIG, "File too large", "out/model.safetensors")
+
+    monkeypatch.setitem(cli.COMMANDS, "env", Command("", lambda: (lambda parser: None, refuse)))
+    assert main(["env"]) == 1
+    expected = "the output can't be written: File too large (out/model.safetensors)"
+    assert expected in capsys.readouterr().err

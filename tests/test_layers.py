@@ -103,7 +103,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     "train": [
         {"__init__"},
         {"config", "batch", "family_fields", "charts", "heartbeat", "profile", "remat", "stop"}
-        | {"run_folder", "run_log", "user_code"},
+        | {"run_log", "user_code"},
         {"config_limits"},
         {"config_file", "layout", "sizes", "flops", "nvfp4", "nonfinite"},
         {
@@ -116,6 +116,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
             "published_layout",
         },
         {"balance", "build", "export", "metrics", "rank_group"},
+        {"run_folder"},
         {"evaluate", "probes", "receipt", "supervisor", "view"},
         {"drill", "loss", "report", "verify"},
         {"accumulate"},

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import processors
 from torch import Tensor
 
 from fulgurite.compress.source import Source, SourceTensor, stored_tensors, write_json
@@ -26,7 +25,7 @@ from fulgurite.models.loading.checkpoint import Checkpoint
 from fulgurite.models.loading.checkpoint_tensor import TensorEntry
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
 from fulgurite.models.loading.weight_assignment import assign_weights, map_expected_names
-from fulgurite.models.tokenizer import Tokenizer, from_gguf
+from fulgurite.models.tokenizer import Tokenizer, from_gguf, save_backend
 from fulgurite.models.weight_mapping import Convert, WeightAssignment
 
 # Families whose GGUF metadata contains all of config.json, and their `model_type`.
@@ -167,15 +166,7 @@ def _write_files(file: GGUFCheckpoint, folder: Path) -> None:
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
-    backend = tokenizer.backend
-    bos = tokenizer.special_tokens.get("bos_token")
-    if tokenizer.adds_bos and bos is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos}:0 $A:0",
-            pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
-            special_tokens=[(bos, tokenizer.bos_id)],
-        )
-    backend.save(str(folder / "tokenizer.json"))
+    save_backend(tokenizer, folder / "tokenizer.json")
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= tokenizer.special_tokens
     if tokenizer.chat_template is not None:

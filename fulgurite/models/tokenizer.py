@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 from tokenizers.decoders import ByteLevel
 
 from fulgurite.errors import ArgumentError, WeightsError
@@ -26,6 +27,7 @@ from fulgurite.models.loading import hub
 from fulgurite.quant.files.gguf_header import read_gguf_metadata
 
 Message = Mapping[str, object]
+TEMPLATE_FOLDER = "additional_chat_templates"  # for tools and others
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,20 @@ def from_gguf(metadata: Mapping[str, object], where: str) -> Tokenizer:
     )
 
 
+def save_backend(tokenizer: Tokenizer, file: Path) -> None:
+    """Write tokenizer.json. The BOS token that `encode` puts first is a post-processor there."""
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    bos = tokenizer.special_tokens.get("bos_token")
+    if tokenizer.adds_bos and bos is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0",
+            pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
+            special_tokens=[(bos, tokenizer.bos_id)],
+        )
+    # `backend.save` would raise no OSError for a full disk
+    file.write_text(backend.to_str(pretty=True), encoding="utf-8")
+
+
 def _adds_bos_by_default(metadata: Mapping[str, object]) -> bool:
     """SentencePiece tokenizers add BOS unless the file says otherwise."""
     return metadata.get("tokenizer.ggml.model") == "llama"
@@ -276,7 +292,7 @@ def _read_chat_templates(folder: Path, settings: ConfigFields) -> dict[str, str]
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        others = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
         named = {one.stem: one.read_text(encoding="utf-8") for one in others}
         return {**named, "default": file.read_text(encoding="utf-8")}
     template = settings.values.get("chat_template")

@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, FulguriteError, RankError
 from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
@@ -39,14 +39,13 @@ from fulgurite.train.config_file import (
 from fulgurite.train.data.tokenizer import LOCK
 from fulgurite.train.drill import run_drill
 from fulgurite.train.finish import EXPORT, RESULT, TOKENIZER, RunResult, read_result, write_sample
-from fulgurite.train.metrics import read_metrics
 from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
-from fulgurite.train.run_folder import hold_run
+from fulgurite.train.run_folder import CHECKPOINTS, CONFIG, has_begun, hold_run
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
-from fulgurite.train.supervisor import CONFIG, supervise
-from fulgurite.train.trainer import CHECKPOINTS, hash_data, replay, train
+from fulgurite.train.supervisor import supervise
+from fulgurite.train.trainer import hash_data, replay, train
 from fulgurite.train.verify import verify_run
 from fulgurite.train.view import name_figure
 
@@ -146,12 +145,14 @@ def run_train(options: argparse.Namespace) -> None:
     world = None if is_rank() else options.ranks
     check_run(resolve(config, world), world)  # raises before a folder is made
     with create_output(config, is_new, is_numbered) as config:
-        if is_rank():
-            train(config)  # torchrun started this process
-            return
-        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
         assert config.output is not None, "choose_output has set it"
         folder = Path(config.output)
+        if is_rank():  # torchrun started this process
+            result = train(config)
+            if is_first_rank():
+                print_summary(resolve(config), result)
+            return
+        status = supervise(config, options.ranks, train) if options.ranks != 1 else _train(config)
         if not status or (folder / RESULT).is_file():  # else a signal came before the first step
             print_summary(resolve(config, options.ranks), read_result(folder))
     if status:
@@ -167,6 +168,11 @@ def _train(config: TrainConfig) -> int:
 def is_rank() -> bool:
     """Whether a launcher such as torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank of a launcher."""
+    return not is_rank() or os.environ.get("RANK") == "0"
 
 
 def read_options(options: argparse.Namespace) -> TrainConfig:
@@ -264,25 +270,25 @@ def create_output(
     """Make the folder of a run and hold it. Yields the config, with the next number if another run took
     the one of `choose_output` in between.
 
-    The folder is removed if the run ends before it has a config in it, as with text that is too short, or
-    by an error that a user can repair before its first step. A new run does not use the tokenizer of
-    one that was killed at that point.
+    The folder is removed if the run ends before its first step: before it has a config in it, as with text
+    that is too short, or by an error, of this process or of its ranks. A new run does not use the tokenizer
+    of one that was killed at that point.
     """
     config, is_made = _make_folder(config, is_numbered)
     assert config.output is not None, "choose_output has set it"
     folder = Path(config.output)
     has_failed = False
     try:
-        with hold_run(folder) if not is_rank() or os.environ.get("RANK") == "0" else nullcontext():
+        with hold_run(folder) if is_first_rank() else nullcontext():
             if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
                 shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
             yield config
-    except ArgumentError:
+    except (ArgumentError, RankError):
         has_failed = True
         raise
     finally:
-        is_empty = not (folder / CONFIG).exists() or (has_failed and not has_begun(folder))
-        if is_made and is_empty:
+        has_ended_early = has_failed or not (folder / CONFIG).exists()
+        if is_made and has_ended_early and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -310,11 +316,6 @@ def _unwritable(folder: Path, error: OSError) -> ArgumentError:
     )
 
 
-def has_begun(folder: Path) -> bool:
-    """Whether a run has done a step."""
-    return bool(list_checkpoints(folder / CHECKPOINTS) or read_metrics(folder))
-
-
 def print_summary(config: TrainConfig, result: RunResult) -> None:
     """Figures, a sample, and what to do next."""
     figures = []
@@ -336,12 +337,23 @@ def print_summary(config: TrainConfig, result: RunResult) -> None:
         return
     sample = None
     if result.export is not None and config.evaluate.sample and config.evaluate.sample_tokens:
-        sample = write_sample(Path(result.export), config)
-        print(f"\n{sample}\n")
+        with _go_on_without("sample"):
+            sample = write_sample(Path(result.export), config)
+            print(f"\n{sample}\n")
     if config.log.report:
-        print(f"  report: {write_report(Path(result.output), sample)}")
+        with _go_on_without("report"):
+            print(f"  report: {write_report(Path(result.output), sample)}")
     for command in next_commands(config, result) if result.export is not None else ():
         print(f"  {command}")
+
+
+@contextmanager
+def _go_on_without(what: str) -> Iterator[None]:
+    """Show an error of something beside the model: the run is done, and is no failure."""
+    try:
+        yield
+    except FulguriteError as error:
+        print(f"\nwarning: there is no {what}: {error.one_line()}\n", file=sys.stderr)
 
 
 def next_commands(config: TrainConfig, result: RunResult) -> list[str]:
@@ -366,9 +378,16 @@ def _run_drill(config: TrainConfig, ranks: int) -> None:
     ranks = ranks if ranks > 1 else DRILL_RANKS
     check_run(resolve(config, ranks), ranks)
     assert config.output is not None, "choose_output has set it"
-    Path(config.output).mkdir(parents=True, exist_ok=True)
-    with hold_run(Path(config.output)):
-        report = run_drill(config, ranks, train, seed=config.seed)
+    folder = Path(config.output)
+    is_made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with hold_run(folder):
+            report = run_drill(config, ranks, train, seed=config.seed)
+    except (ArgumentError, RankError):
+        if is_made and not any(has_begun(one) for one in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)  # as with text that is too short
+        raise
     print(report.describe())
     if not report.has_passed:
         raise SystemExit(1)

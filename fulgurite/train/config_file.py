@@ -28,6 +28,11 @@ from fulgurite.train.config import TrainConfig
 from fulgurite.train.user_code import user_code
 
 NULL = "null"
+# An empty one would be the working directory, as of a variable of a script that is not set.
+PATHS_AND_NAMES = (
+    *("output", "model.init_from", "model.architecture", "data.train", "data.validation"),
+    *("data.text_field", "data.tokenizer", "log.profile", "tune.targets", "tune.rewards"),
+)
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
@@ -223,10 +228,12 @@ def _initials(field: str) -> str:
 
 def check_choices(config: TrainConfig) -> None:
     """Raise for a field whose value is none of its choices, before any work is done."""
+    for name in PATHS_AND_NAMES:
+        value = _read_field(config, name)
+        if "" in (value if isinstance(value, tuple) else (value,)):
+            raise ArgumentError(f"{name} is an empty text", next=f"set {name}, or leave it out")
     for name, choices in CHOICES.items():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = _read_field(config, name)
         if value is not None and value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1)
             raise ArgumentError(
@@ -234,6 +241,13 @@ def check_choices(config: TrainConfig) -> None:
                 next=f"use one of {', '.join(choices)}"
                 + (f"; did you mean {near[0]}?" if near else ""),
             )
+
+
+def _read_field(config: TrainConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 # ---- values ----------------------------------------------------------------------------------------

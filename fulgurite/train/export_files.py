@@ -23,6 +23,7 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.files import share
 from fulgurite.models.loading.safetensors_checkpoint import INDEX_FILE
+from fulgurite.models.tokenizer import TEMPLATE_FOLDER
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -75,7 +76,7 @@ class FolderWriter:
             metadata = {"total_size": self.num_bytes}
             write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": self.weight_map})
         _copy_tokenizer(tokenizer, folder, fields)
-        for file in folder.iterdir():
+        for file in folder.rglob("*"):
             _sync(file)
         _sync(folder)
         with contextlib.suppress(FileNotFoundError):
@@ -99,6 +100,8 @@ def _copy_tokenizer(tokenizer: Path | None, folder: Path, fields: Mapping[str, A
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)
+        if (tokenizer / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(tokenizer / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
     if not (folder / "generation_config.json").exists():
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: fields[name] for name in names if fields.get(name) is not None}

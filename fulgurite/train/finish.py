@@ -18,8 +18,10 @@ from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from fulgurite.train.config import TrainConfig
+from fulgurite.train.data.tokenizer import restore_tokenizer
 from fulgurite.train.export import ExportOptions, save_pretrained
 from fulgurite.train.layout import ModelParallelLayout
+from fulgurite.train.metrics import read_metrics
 from fulgurite.train.setup import Parts
 from fulgurite.train.tune.lora import adapters_merged
 from fulgurite.train.tune.task import ADAPTER_FOLDER
@@ -64,6 +66,8 @@ def export_run(parts: Parts) -> Path:
     folder = parts.output / EXPORT
     if parts.is_first and folder.exists():  # of the same run, before it went on
         shutil.rmtree(folder)
+    if parts.is_first:
+        restore_tokenizer(parts.tokenizer, parts.output)
     parts.layout.barrier()
     model, gather = parts.model, None
     if isinstance(parts.layout, ModelParallelLayout):
@@ -92,15 +96,27 @@ def write_result(result: RunResult) -> None:
 
 
 def keep_figures(result: RunResult) -> RunResult:
-    """The result of a run that had no step left, with the figures of its last step."""
+    """The result of a run that had no step left, with the figures of its last step: those of
+    `result.json`, or of `metrics.jsonl` if the run was killed before it wrote the former."""
     folder = Path(result.output)
-    if not (folder / RESULT).is_file() or read_result(folder).steps != result.steps:
+    if (folder / RESULT).is_file() and read_result(folder).steps == result.steps:
+        return replace(
+            read_result(folder),
+            output=result.output,
+            is_finished=result.is_finished,
+            export=result.export,
+        )
+    records = read_metrics(folder)
+    if not records or records[-1].step + 1 != result.steps:
         return result
+    last = records[-1]
     return replace(
-        read_result(folder),
-        output=result.output,
-        is_finished=result.is_finished,
-        export=result.export,
+        result,
+        loss=last.loss,
+        validation_loss=last.evaluation.get("loss"),
+        bits_per_byte=last.evaluation.get("bits_per_byte"),
+        tokens_per_second=last.tokens_per_second,
+        task=dict(last.task),
     )
 
 

@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -32,6 +33,7 @@ from fulgurite.quant.optional_package import import_optional
 from fulgurite.train.config import LogSection
 
 FILE = "metrics.jsonl"
+WANDB_ID = "wandb-id.txt"
 WINDOW = 20  # steps over which rates are averaged
 MAX_LOAD = 1024  # numbers of expert load that every record has; larger ones are rarer
 LOAD_EVERY = 50
@@ -271,9 +273,14 @@ def _open_tensorboard(folder: Path, start_step: int) -> Any:
 
 
 def _open_wandb(folder: Path, config: Mapping[str, Any] | None) -> Any:
+    """The run there; a run that resumes goes on with it, by the id in its folder."""
     module: Any = import_optional("wandb", "log.wandb", "wandb")
+    file = folder / WANDB_ID
+    if not file.is_file():
+        write_atomically(file, uuid.uuid4().hex)
     return module.init(
         project="fulgurite",
+        id=file.read_text(encoding="utf-8"),
         name=folder.name,
         dir=str(folder),
         config=dict(config or {}),

@@ -19,8 +19,12 @@ from typing import IO
 
 from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
+from fulgurite.train.checkpoint import list_checkpoints
+from fulgurite.train.metrics import read_metrics
 
 LOCK = ".run.lock"
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.toml"  # written when a run begins
 # Names of what is written beside its place and renamed: `files.write_atomically`, `FolderWriter`, the
 # tokenizer.
 UNFINISHED = re.compile(r"\..+\.\d+-\d+$|\..+\.partial-\w+$|\.tokenizer-\w+$")
@@ -67,3 +71,8 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run has done a step."""
+    return bool(list_checkpoints(folder / CHECKPOINTS) or read_metrics(folder))

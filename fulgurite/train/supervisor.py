@@ -34,13 +34,13 @@ from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.heartbeat import Beat
 from fulgurite.train.rank_group import RankExit, RankGroup, RunFunction
+from fulgurite.train.run_folder import CHECKPOINTS, has_begun
 
 POLL = 0.2  # seconds between two looks at the heartbeats
 FAILURE_GRACE = 3.0  # seconds for the others to leave their errors
 START_FACTOR = 4.0  # the first step compiles: it may take this many times `parallel.timeout`
 DRAIN_SECONDS = 600.0  # for the last save
 EVENTS = "supervisor.jsonl"
-CONFIG = "config.toml"  # written when a run begins
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Supervisor:
     def _next_step(self) -> str:
         """How the run can go on."""
         newest = self._newest_step()
-        if not newest and not (self.folder / CONFIG).exists():
+        if not has_begun(self.folder):
             return "the run had not begun; start it again"
         kept = f"step {newest} is saved" if newest else "nothing was saved yet"
         return f"{kept}; resume with --resume {self.folder}"
@@ -180,7 +180,7 @@ class Supervisor:
         )
 
     def _newest_step(self) -> int:
-        checkpoints = list_checkpoints(self.folder / "checkpoints")
+        checkpoints = list_checkpoints(self.folder / CHECKPOINTS)
         return checkpoints[-1][0] if checkpoints else 0
 
     def _log(self, event: str, **fields: Any) -> None:

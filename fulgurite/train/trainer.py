@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fulgurite.errors import ArgumentError, NonFiniteError
 from fulgurite.files import write_atomically
 from fulgurite.logs import LOG
 from fulgurite.train.batch import Batch
-from fulgurite.train.checkpoint import CheckpointManager, training_state
+from fulgurite.train.checkpoint import CheckpointManager, list_checkpoints, training_state
 from fulgurite.train.checks import check_run
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import to_toml
@@ -37,16 +37,16 @@ from fulgurite.train.nonfinite import name_nonfinite
 from fulgurite.train.profile import StepProfiler
 from fulgurite.train.receipt import Receipt
 from fulgurite.train.report import EXPLANATION_FILE
+from fulgurite.train.run_folder import CHECKPOINTS, CONFIG
 from fulgurite.train.run_log import LOG_FILE, RunLog
 from fulgurite.train.setup import Parts, build_parts, resolve
 from fulgurite.train.step import StepResult, TrainStep
 from fulgurite.train.stop import StopRequest
-from fulgurite.train.supervisor import CONFIG
 from fulgurite.train.tune.rollouts import RolloutLoader
 from fulgurite.train.tune.task import open_data
 from fulgurite.train.view import View, make_view
 
-CHECKPOINTS = "checkpoints"
+MAX_REPEATS = 40  # of a text; later epochs are worth nothing (Muennighoff et al. 2023, figure 5)
 
 
 class Trainer:
@@ -216,11 +216,13 @@ class Trainer:
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
         LOG.warning("%s; skipped: %s", text, cause if is_first else "as the step before")
         if self.skipped > limit:
+            count = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
+            kept = "; the last checkpoint is whole, and of a step that was finite"
             raise NonFiniteError(
-                f"{self.skipped} steps were not finite; {text}",
+                f"{count} not finite; {text}",
                 cause=cause,
-                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit}); the "
-                "last checkpoint is whole, and of a step that was finite",
+                next=f"lower optimizer.learning_rate, or raise log.max_nonfinite (now {limit})"
+                + (kept if list_checkpoints(self.parts.output / CHECKPOINTS) else ""),
             )
 
     def _runs_alone(self) -> bool:
@@ -255,7 +257,9 @@ class Trainer:
         )
 
     def _open_metrics(self, folder: Path) -> MetricsWriter | None:
-        return MetricsWriter(folder, self.config.log, self.step) if self.layout.rank == 0 else None
+        if self.layout.rank != 0:
+            return None
+        return MetricsWriter(folder, self.config.log, self.step, asdict(self.config))
 
     def _make_meter(self) -> StepMeter:
         config = self.config
@@ -318,6 +322,7 @@ def train(config: TrainConfig) -> RunResult:
         folder = Path(config.output)
         parts = build_parts(config)
         log.open(folder / LOG_FILE)
+        report_repeats(parts)
         view = make_view(config.log, config.steps or 1) if parts.is_first else None
         trainer = Trainer(parts, view)
         if view is not None:
@@ -355,6 +360,21 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
     if close is not None:
         close()
     return result
+
+
+def report_repeats(parts: Parts) -> None:
+    """Warn of a plan that reads its text so often that more steps teach nothing."""
+    config, tokens = parts.config, parts.train_data.num_tokens
+    assert config.steps and config.batch_size and config.data.sequence_length, "it is resolved"
+    repeats = config.steps * config.batch_size * config.data.sequence_length / max(1, tokens)
+    if repeats <= MAX_REPEATS or config.model.init_from is not None:
+        return
+    LOG.warning(
+        "the text is read %.0f times; beyond about %d a model learns it by heart and nothing else: "
+        "add text (data.train), or take fewer steps (--steps) or a smaller --size",
+        repeats,
+        MAX_REPEATS,
+    )
 
 
 def describe_run(parts: Parts) -> str:

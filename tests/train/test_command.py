@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fulgurite.cli import main
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
+from fulgurite.train import command
 from fulgurite.train.checks import check_run
 from fulgurite.train.command import (
     choose_output,
@@ -85,6 +86,8 @@ def test_print_config_round_trips(capsys):
         (["--ranks", "0"], "--ranks 1 or more"),
         (["--log.profile", "3"], "write steps as A:B"),
         (["--log.profile", "900:901"], "begins after the 800 steps"),
+        (["--output", ""], "output is an empty text"),
+        (["--model.init_from="], "model.init_from is an empty text"),
         (["--log.wandb"], "pip install wandb"),
         (["--model.architecture", "qwen3"], "did you mean Qwen3ForCausalLM?"),
         (["--model.fields.num_experts", "4"], "did you mean model.fields.n_routed_experts?"),
@@ -170,16 +173,25 @@ def test_two_runs_that_chose_one_number_get_two(tmp_path, monkeypatch):
         assert moved.output == "runs/nano-002"
 
 
+@pytest.mark.parametrize("error", [ArgumentError, RankError])
 @pytest.mark.parametrize(("has_step", "is_kept"), [(False, False), (True, True)])
-def test_an_error_before_the_first_step_leaves_no_folder(tmp_path, has_step, is_kept):
-    """Such as a reward that raises."""
+def test_an_error_before_the_first_step_leaves_no_folder(tmp_path, has_step, is_kept, error):
+    """Such as a reward that raises, in this process or in a rank."""
     folder = tmp_path / "run"
-    with pytest.raises(ArgumentError), create_output(TrainConfig(output=str(folder)), is_new=True):
+    with pytest.raises(error), create_output(TrainConfig(output=str(folder)), is_new=True):
         (folder / "config.toml").touch()
         if has_step:
             (folder / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "loss": 2.0}\n')
-        raise ArgumentError("the reward raised")
+        raise error("the reward raised")
     assert folder.exists() == is_kept
+
+
+def test_a_run_without_its_config_is_kept(tmp_path):
+    """Somebody has moved it away while the run went on."""
+    folder = tmp_path / "run"
+    with create_output(TrainConfig(output=str(folder)), is_new=True):
+        (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert (folder / "checkpoints" / "step-000002").is_dir()
 
 
 def test_a_signal_is_the_exit_status_of_one_rank_too(text, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -210,11 +222,11 @@ def test_a_new_run_leaves_no_tokenizer_of_an_earlier_one(tmp_path):
         assert not tokenizer.exists()
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_run_that_does_not_begin_leaves_no_folder(ranks, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("options", [["--ranks", "1"], ["--ranks", "2"], ["--drill"]])
+def test_a_run_that_does_not_begin_leaves_no_folder(options, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("hi")
-    words = ["train", "--data.train", "short.txt", "--steps", "1", "--ranks", ranks]
+    words = ["train", "--data.train", "short.txt", "--steps", "1", *options]
     try:
         assert main(words) == 1
     except SystemExit as end:  # of ranks
@@ -251,6 +263,17 @@ def test_a_run_without_export_and_sample_has_a_report(text, tmp_path, monkeypatc
     assert "fulgurite generate" in capsys.readouterr().out
 
 
+def test_a_sample_that_fails_is_no_failure_of_the_run(text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """A prompt beyond the context of the model: found out when the engine reads it."""
+    monkeypatch.chdir(tmp_path)
+    fields = [word for name, value in SMALL for word in (f"--{name}", value)]
+    words = ["train", *fields, "--steps", "1", "--data.train", str(text), "--log.report", "true"]
+    assert main([*words, "--output", "run", "--evaluate.sample", "sea " * 2000]) == 0
+    shown = capsys.readouterr()
+    assert "warning: there is no sample: " in shown.err and "may have 1024" in shown.err
+    assert "report: run/report.html" in shown.out and "fulgurite chat" in shown.out
+
+
 def test_a_run_and_its_continuation(text, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     fields = [word for name, value in SMALL for word in (f"--{name}", value)]
@@ -272,3 +295,14 @@ def test_a_run_and_its_continuation(text, tmp_path, monkeypatch, capsys):  # noq
     assert main(["generate", "--raw", "--model", "run/export", "--max-tokens", "4", "sun"]) == 0
     assert main(["verify", "run", "--steps", "1", "--seed", "0"]) == 0
     assert "verified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_of_a_launcher_shows_the_summary(rank, text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(command, "train", lambda config: RunResult("run", 3, False, loss=2.5))
+    assert main(["train", "--data.train", str(text), "--output", "run"]) == 0
+    shown = "loss 2.500" in capsys.readouterr().out
+    assert shown == (rank == "0")

@@ -6,8 +6,10 @@ import importlib.util
 import io
 import json
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +292,17 @@ def test_tensorboard_gets_every_number(tmp_path: Path):
 def test_wandb_that_is_not_installed(tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"log.wandb needs the wandb package"):
         MetricsWriter(tmp_path, LogSection(wandb=True))
+
+
+def test_wandb_gets_the_config_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch):
+    started: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    stub = SimpleNamespace(init=lambda **options: started.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    for start in (0, 5):
+        MetricsWriter(tmp_path, LogSection(wandb=True), start, {"seed": 3}).close()
+    assert started[0]["config"] == {"seed": 3}
+    assert started[0]["id"] == started[1]["id"] and started[1]["resume"] == "allow"
 
 
 def test_the_measured_peak_is_the_best_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,26 @@ def test_a_finished_run_has_no_step_left(config):
     again = train(config)
     assert again.is_finished and again.steps == 6
     assert again == first == read_result(Path(config.output))
+    (Path(config.output) / "result.json").unlink()  # as if it was killed while it wrote the export
+    assert train(config) == first == read_result(Path(config.output))
+
+
+def test_a_tokenizer_that_is_removed_in_between_is_exported(config, monkeypatch):
+    def run(self: Trainer, folder: Path) -> bool:
+        shutil.rmtree(folder / "tokenizer")
+        return True
+
+    monkeypatch.setattr(Trainer, "run", run)
+    result = train(config)
+    assert (Path(result.export) / "tokenizer.json").is_file()
+
+
+def test_text_that_is_read_too_often_is_said(config, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "run", lambda self, folder: False)
+    train(override(config, "steps", "10"))
+    assert "times" not in capsys.readouterr().err
+    train(override(config, "steps", "4000"))
+    assert "is read 1" in capsys.readouterr().err
 
 
 def test_ranks_that_share_weights_do_not_name_the_cause_alone(config):
@@ -154,6 +175,7 @@ def test_skipped_steps_are_named_and_limited(config, capsys):
         trainer.run(Path(config.output))
     assert trainer.skipped == 3
     assert "the weight layers.0.attention.q_proj.weight is not finite" in str(error.value)
+    assert "checkpoint" not in str(error.value)  # there is none yet
 
 
 def run_with_skips(config: TrainConfig, skipped: set[int]) -> Trainer:
@@ -175,7 +197,7 @@ def run_with_skips(config: TrainConfig, skipped: set[int]) -> Trainer:
 def test_weights_without_a_finite_loss_replace_no_checkpoint(config):
     config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=2))
     config = replace(config, log=replace(config.log, max_nonfinite=2))
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="the last checkpoint is whole"):
         run_with_skips(config, {3, 4, 5})
     folder = Path(config.output) / "checkpoints"
     assert [step for step, _ in list_checkpoints(folder)] == [1, 2]

@@ -24,7 +24,13 @@ from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
 from fulgurite.models.loading import hub
 from fulgurite.models.loading.checkpoint import read_config_file
-from fulgurite.models.tokenizer import Tokenizer, from_folder, from_gguf
+from fulgurite.models.tokenizer import (
+    TEMPLATE_FOLDER,
+    Tokenizer,
+    from_folder,
+    from_gguf,
+    save_backend,
+)
 from fulgurite.quant.files.gguf_header import read_gguf_metadata
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.encoding import PIECE_CHARS
@@ -48,6 +54,7 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
 # Words with the space before them, at most three digits, punctuation with the line breaks after it,
@@ -109,13 +116,23 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
         target = Path(temporary) / FOLDER
         target.mkdir()
         write(target)
-        for file in target.iterdir():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
+        for file in target.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
         if folder.exists():  # left by something else: it has no tokenizer.json
             shutil.copytree(target, folder, dirs_exist_ok=True)
         else:
             os.replace(target, folder)
+
+
+def restore_tokenizer(tokenizer: Tokenizer, output: Path) -> None:
+    """Write `output/tokenizer` again if somebody has removed it in the course of a run."""
+    folder = output / FOLDER
+    if (folder / "tokenizer.json").is_file():
+        return
+    LOG.warning("%s was removed, and is written again", folder)
+    _write_whole(folder, lambda target: save_tokenizer(tokenizer, target))
 
 
 def copy_tokenizer(name: str, target: Path) -> None:
@@ -123,13 +140,15 @@ def copy_tokenizer(name: str, target: Path) -> None:
     path = hub.resolve_model_path(name)
     if path.suffix == ".gguf":
         tokenizer = from_gguf(read_gguf_metadata(path), str(path))
-        save_tokenizer(tokenizer.backend, target, tokenizer)
+        save_tokenizer(tokenizer, target)
         return
     folder = path if path.is_dir() else path.parent
     tokenizer = from_folder(folder)  # raises if it can't be read
     for file in COPIED_FILES:
         if (folder / file).is_file():
             shutil.copyfile(folder / file, target / file)
+    if (folder / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(folder / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)
     if from_folder(target).stop_ids != tokenizer.stop_ids:  # config.json has some: it is not copied
         path = target / "generation_config.json"
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -189,32 +208,37 @@ def train_tokenizer(texts: Iterator[str] | Sequence[str], vocab_size: int) -> Ba
     return backend
 
 
-def save_tokenizer(backend: Backend, folder: Path, like: Tokenizer | None = None) -> None:
+def save_tokenizer(tokenizer: Backend | Tokenizer, folder: Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json`, the chat template and its stop tokens.
 
-    `like`: has the special tokens and the template; None: those of `train_tokenizer`.
+    A `Backend` is one of `train_tokenizer`.
     """
-    special = {"eos_token": EOS, "pad_token": PAD} if like is None else dict(like.special_tokens)
-    template = CHAT_TEMPLATE if like is None else like.chat_template
-    stops = (
-        [backend.token_to_id(EOS), backend.token_to_id(TURN_END)]
-        if like is None
-        else list(like.stop_ids)
-    )
-    config = {
+    added: dict[str, object] = {}
+    if isinstance(tokenizer, Backend):
+        tokenizer = _describe_trained(tokenizer)
+        added = {"additional_special_tokens": [TURN_START, TURN_END]}
+    config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
-        **special,
+        **tokenizer.special_tokens,
+        **added,
     }
-    if like is None:
-        config["additional_special_tokens"] = [TURN_START, TURN_END]
+    template = tokenizer.chat_template
     if template is not None:
         config["chat_template"] = template
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    backend.save(str(folder / "tokenizer.json"))
+    save_backend(tokenizer, folder / "tokenizer.json")
     _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "generation_config.json", {"eos_token_id": stops})
+    _write_json(folder / "generation_config.json", {"eos_token_id": list(tokenizer.stop_ids)})
+
+
+def _describe_trained(backend: Backend) -> Tokenizer:
+    """The tokenizer around what `train_tokenizer` returns."""
+    ids = (backend.token_to_id(token) for token in (EOS, TURN_END))
+    stops = tuple(id for id in ids if id is not None)
+    special = {"eos_token": EOS, "pad_token": PAD}
+    return Tokenizer(backend, None, stops, CHAT_TEMPLATE, special)
 
 
 def _write_json(path: Path, values: dict[str, object]) -> None:

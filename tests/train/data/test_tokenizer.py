@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fulgurite.train.data.tokenizer import (
     SPECIAL_TOKENS,
     copy_tokenizer,
     prepare_tokenizer,
+    restore_tokenizer,
     save_tokenizer,
     train_tokenizer,
 )
@@ -221,3 +223,53 @@ def test_the_tokenizer_of_a_run_that_can_not_be_written_is_read(tmp_path: Path, 
     shutil.copytree(folder, tmp_path / "tokenizer")
     (tmp_path / ".tokenizer.lock").mkdir()  # as a lock that can't be opened, for root too
     assert prepare_tokenizer(TrainConfig(), tmp_path).vocab_size == 300
+
+
+def test_a_tokenizer_of_a_gguf_file_keeps_its_bos(folder: Path, tmp_path: Path):
+    """There `add_bos_token` is a field of the file; in tokenizer.json it is a post-processor."""
+    source = from_folder(folder)
+    special = {**source.special_tokens, "bos_token": "<|im_start|>"}
+    bos = source.token_id("<|im_start|>")
+    adding = replace(source, bos_id=bos, special_tokens=special, adds_bos=True)
+    save_tokenizer(adding, tmp_path)
+    loaded = from_folder(tmp_path)
+    assert loaded.encode("a b") == adding.encode("a b") == [bos, *source.encode("a b")]
+    assert source.encode("a b")[0] != bos  # the source is as it was
+    assert loaded.stop_ids == source.stop_ids
+
+
+def test_templates_of_other_files_are_copied(folder: Path, tmp_path: Path):
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    (source / "chat_template.jinja").unlink()
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    for name in ("with_json", "with_folder"):
+        (tmp_path / name).mkdir()
+    copy_tokenizer(str(source), tmp_path / "with_json")
+    assert from_folder(tmp_path / "with_json").chat_template == "{{ messages }}"
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    copy_tokenizer(str(source), tmp_path / "with_folder")
+    assert from_folder(tmp_path / "with_folder").tool_template == "{{ tools }}"
+
+
+def test_a_tokenizer_that_was_removed_is_written_again(folder: Path, tmp_path: Path):
+    source = from_folder(folder)
+    restore_tokenizer(source, tmp_path)
+    assert from_folder(tmp_path / "tokenizer").encode("a b") == source.encode("a b")
+    assert from_folder(tmp_path / "tokenizer").stop_ids == source.stop_ids
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    before = file.stat()
+    restore_tokenizer(source, tmp_path)
+    assert file.stat() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path):
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(train_tokenizer(["a"], MIN_VOCAB_SIZE), tmp_path)
