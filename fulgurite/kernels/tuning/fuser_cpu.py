@@ -49,7 +49,7 @@ FIRST_REDUCTION_CYCLES = (
 REDUCTION_CYCLES = 20  # of a reduction that waits for another one, or is made beside it
 STRIDED_ACCESS_CYCLES = 2  # of an element that shares no vector with its neighbours
 MIN_TILED_LANES = 16
-MAX_TILED_BLOCK = 64
+MIN_TILED_BLOCK, MAX_TILED_BLOCK = 32, 64  # lanes; as many as fit in the L1 cache
 MAX_TILED_ROW_BYTES = 16 << 10  # of all tiles for one lane: 16 lanes are a part of the L2 cache
 
 TAIL_COPY_OPERATIONS = 10  # to load or store the end of a row through a buffer

@@ -88,7 +88,9 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         packed, height = False, max(count_elements(tuple(axis.size for axis in nest.body)), 1)
         row_bytes = tiles.row_bytes + sum(nest.locals[name].dtype.itemsize for name in buffered)
         multiple = device.l1_cache_bytes * 2 // 3 // (height * row_bytes)
-        multiple = multiple // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
+        multiple = max(
+            multiple // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK, tuning.MIN_TILED_BLOCK
+        )
         block = max(tuning.MIN_COLUMN_BLOCK, min(tuning.MAX_TILED_BLOCK, longest, multiple))
     tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores if device.num_cores > 1 else 1
     while block >= 2 * tuning.MIN_COLUMN_BLOCK and outer * width < block * tasks:
