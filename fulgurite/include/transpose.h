@@ -34,6 +34,22 @@ INLINE void transpose_square(const L* source, int64_t stride, L* tile, int64_t w
   for (int k = 0; k < n; ++k) __builtin_memcpy(tile + k * width, &row[k], sizeof(vector));
 }
 
+// A square at the end of a tile: `rows` of `columns` elements.
+template <class L, int n>
+INLINE void transpose_part(
+    const L* source, int64_t stride, L* tile, int64_t width, int64_t columns, int64_t rows) {
+  typedef L vector __attribute__((vector_size(sizeof(L) * n)));
+  vector row[n];
+  for (int k = 0; k < n; ++k)
+    row[k] = k < rows ? load_lanes<vector>(source + k * stride, columns) : vector{};
+  if (n > 8) exchange<vector, L, n, 8 % n>(row);
+  exchange<vector, L, n, 4>(row);
+  exchange<vector, L, n, 2>(row);
+  exchange<vector, L, n, 1>(row);
+  for (int k = 0; k < n; ++k)
+    if (k < columns) store_lanes(tile + k * width, row[k], rows);
+}
+
 template <class T>
 INLINE void transpose_tile(
     const T* from, int64_t stride, T* to, int64_t width, int64_t us, int64_t vs) {
@@ -45,7 +61,8 @@ INLINE void transpose_tile(
   for (int64_t v = 0; v < whole_v; v += n)
     for (int64_t u = 0; u < whole_u; u += n)
       transpose_square<L, n>(source + v * stride + u, stride, tile + u * width + v, width);
-  for (int64_t v = 0; v < vs; ++v)
-    for (int64_t u = v < whole_v ? whole_u : 0; u < us; ++u)
-      tile[u * width + v] = source[v * stride + u];
+  for (int64_t v = 0; v < vs; v += n)
+    for (int64_t u = v < whole_v ? whole_u : 0; u < us; u += n)
+      transpose_part<L, n>(source + v * stride + u, stride, tile + u * width + v, width,
+                           min_i64(n, us - u), min_i64(n, vs - v));
 }

@@ -3,11 +3,12 @@
 // exp[i0,i1] = exp(sub[i0,i1])
 // sum_1[i1] = sum_r0 exp[r0,i1]
 // div[i0,i1] = (exp[i0,i1] / sum_1[i1])
-// columns: i<1024 x j<512, SIMD over i, 3 passes, blocks of 256
+// columns: i<1024 x j<512, SIMD over i, 3 passes, blocks of 256, buffers exp
 static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div_out, int64_t* error, int max_threads) {
   #pragma omp parallel for schedule(static) num_threads(choose_num_threads(524288, 9709, max_threads))
   for (int64_t lane0 = 0; lane0 < 1024; lane0 += 256) {  // block of lanes
     const int64_t lanes = 256;
+    alignas(64) float exp__buffer[512][256];
     alignas(64) float amax[256];
     #pragma omp simd
     for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -38,6 +39,7 @@ static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div
           const int64_t i = lane0 + lane;
           const float sub = arg0_1[i + j * 1024] - amax[lane];
           const float exp_ = exp(sub);
+          exp__buffer[j][lane] = exp_;
           sum_1_acc[lane] += exp_;
         }
       }
@@ -56,8 +58,7 @@ static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div
       #pragma omp simd
       for (int64_t lane = 0; lane < lanes; ++lane) {
         const int64_t i = lane0 + lane;
-        const float sub = arg0_1[i + j * 1024] - amax[lane];
-        const float exp_ = exp(sub);
+        const float exp_ = exp__buffer[j][lane];
         const float div = exp_ / sum_1[lane];
         div_out[i + j * 1024] = div;
       }

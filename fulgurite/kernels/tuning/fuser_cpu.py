@@ -36,6 +36,24 @@ MAX_PACKED_BYTES = 1 << 20  # stack bytes of a thread, for packed columns
 COLUMN_UNROLL = 4  # body points at once: several streams keep memory busier than one
 COLUMN_PREFETCH_DISTANCE = 16  # body points between a prefetch and its use
 
+# Tiles: rows side by side in SIMD lanes, through transposed buffers. Cycles, fitted on an EPYC with AVX-512
+# (2026-11-19) to layer_norm, softmax, rms_norm, sums and argmax of rows of 8 to 509 floats, both ways.
+VECTOR_LANES = 16  # floats
+TILE_OPERATION_CYCLES = 0.5  # of a vector instruction
+ROW_OPERATION_CYCLES = 0.75  # the same along a row, with the short loop around it
+TRANSPOSE_CYCLES = 0.7  # of an element
+TILE_ROW_CYCLES = 6
+FIRST_REDUCTION_CYCLES = (
+    6  # from the lanes of an accumulator to one number; the next row overlaps it
+)
+REDUCTION_CYCLES = 20  # of a reduction that waits for another one, or is made beside it
+STRIDED_ACCESS_CYCLES = 2  # of an element that shares no vector with its neighbours
+MIN_TILED_LANES = 16
+MIN_TILED_BLOCK, MAX_TILED_BLOCK = 32, 64  # lanes; as many as fit in the L1 cache
+MAX_TILED_ROW_BYTES = 16 << 10  # of all tiles for one lane: 16 lanes are a part of the L2 cache
+
+TAIL_COPY_OPERATIONS = 10  # to load or store the end of a row through a buffer
+
 # Scans: neighbouring grid points side by side, with accumulators that stay in L1.
 MAX_SCAN_BLOCK = 256
 MIN_SCAN_BLOCK = 16

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[str]]]
         [(B, C, S)],
         ["columns"],
     ),
-    "small": (lambda x: copy(norm(x).transpose(1, 2)), [(2, 16, 24)], ["rows"]),
+    "small": (lambda x: copy(norm(x).transpose(1, 2)), [(2, 16, 24)], ["columns"]),
 }
 
 

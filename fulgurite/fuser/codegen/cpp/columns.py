@@ -1,11 +1,14 @@
 """C++ of column kernels: a block of neighbouring grid points at once, one SIMD lane each.
 
 for each block of lanes (split among threads)
+  rows along the body: their tile is transposed into a buffer, and results are transposed back
   for each body point: every lane accumulates its element   (contiguous across lanes)
   row values of each lane, then the next pass, which reads packed loads from a buffer
 """
 
 from __future__ import annotations
+
+import torch
 
 from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter
 from fulgurite.fuser.codegen.cpp.expressions import (
@@ -23,7 +26,7 @@ from fulgurite.fuser.codegen.cpp.kernel import (
 )
 from fulgurite.fuser.codegen.cpp.rows import staging_name
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
-from fulgurite.fuser.ir.index import Axis, Index, as_index, from_atom
+from fulgurite.fuser.ir.index import ZERO, Axis, Index, as_index, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.schedule.analysis import is_body_store
 from fulgurite.fuser.schedule.cpu.columns import find_packed_loads
@@ -46,6 +49,7 @@ class ColumnWriter:
         self.pass_roots = [self.find_pass_roots(step) for step in range(kernel.schedule.passes)]
         loads = find_packed_loads(self.nest, self.pass_roots, kernel.schedule.buffered_locals)
         self.packed_loads = loads if kernel.schedule.packed else []
+        self.tiles = kernel.schedule.tiles
 
     def print_local(self, name: str) -> str:
         text = identifier(name)
@@ -78,6 +82,7 @@ class ColumnWriter:
         self.row_locals, self.declared = set(), set()
         self.printer.buffers.clear()
         self.open_buffers()
+        self.load_tiles()
         passes = self.kernel.schedule.passes
         for step in range(passes + 1):
             self.row_values(step)
@@ -105,6 +110,54 @@ class ColumnWriter:
         for name in self.kernel.schedule.buffered_locals:
             ctype = value_ctype(self.nest.locals[name].dtype)
             self.emit(f"alignas(64) {ctype} {buffer_name(name)}[{points}][{self.block}];")
+
+    # tiles
+
+    def load_tiles(self) -> None:
+        """Transposes what is contiguous along the body: a row in memory becomes a lane."""
+        for number, load in enumerate(self.tiles.loads):
+            ctype, source = storage_type(load.dtype), identifier(load.name)
+            tile = f"{source}_tile{number or ''}"
+            self.emit(f"alignas(64) {ctype} {tile}[{static_size(self.nest.body)}][{self.block}];")
+            self.open_tile_rows()
+            start, stride, row, count = self.print_tile(load.index[0])
+            target = f"&{tile}[{row}][0], {self.block}"
+            self.emit(f"transpose_tile({source} + {start}, {stride}, {target}, {count}, lanes);")
+            self.close_tile_rows()
+            flat = print_flat_index(self.nest.body, self.kernel)
+            self.printer.buffers[load] = f"{tile}[{flat}][lane]"
+        for store in self.tiles.stores:
+            ctype = storage_type(store.tensor.dtype)
+            points = static_size(self.nest.body)
+            self.emit(f"alignas(64) {ctype} {tile_name(store)}[{points}][{self.block}];")
+
+    def store_tiles(self, stores: list[Store]) -> None:
+        """Transposes the results of a pass back into rows."""
+        for store in (s for s in stores if s in self.tiles.stores):
+            self.open_tile_rows()
+            start, stride, row, count = self.print_tile(store.index)
+            target = f"{self.kernel.output_name(store.tensor.name)} + {start}, {stride}"
+            source = f"&{tile_name(store)}[{row}][0], {self.block}"
+            self.emit(f"transpose_tile({source}, {target}, lanes, {count});")
+            self.close_tile_rows()
+
+    def open_tile_rows(self) -> None:
+        for axis in self.nest.body[:-1]:
+            self.kernel.open_loop(axis)
+
+    def close_tile_rows(self) -> None:
+        for _ in self.nest.body[:-1]:
+            self.emit("}")
+
+    def print_tile(self, index: Index) -> tuple[str, str, str, str]:
+        """Where a part of a tile starts in memory, its row stride there, its first row, its length."""
+        last = self.nest.body[-1]
+        at_start = index.substitute({last: ZERO})
+        stride = index.coefficient(self.simd_axis)
+        assert stride is not None, "the lanes of a tile are apart"
+        row = print_flat_index(self.nest.body, self.kernel).removesuffix(last.name) + "0"
+        text = self.kernel.printer.print_index(stride)
+        return self.print_at_first_lane(at_start), text, row, self.kernel.print_size(last)
 
     def print_buffered(self, name: str) -> str:
         """A buffered value at this point."""
@@ -158,7 +211,8 @@ class ColumnWriter:
         self.emit("}")
 
     def declare_array(self, x: Local, suffix: str = "", ctype: str | None = None) -> None:
-        ctype = ctype or value_ctype(x.dtype)
+        # g++ does not vectorize a loop that reads an array of bools beside floats
+        ctype = ctype or ("int32_t" if x.dtype == torch.bool else value_ctype(x.dtype))
         self.emit(f"alignas(64) {ctype} {identifier(x.name)}{suffix}[{self.block}];")
 
     # a pass over the body
@@ -192,7 +246,8 @@ class ColumnWriter:
             self.row_locals.add(x.name)
         *outer, last = self.nest.body
         size = static_size((last,))
-        is_long = size is None or size > 2 * tuning.COLUMN_SUM_BLOCK
+        points = static_size(self.nest.body)
+        is_long = points is None or points > 2 * tuning.COLUMN_SUM_BLOCK
         in_double = [x for x in reductions if sums_in_double(x) and is_long]
         for x in in_double:
             self.declare_array(x, "_acc")
@@ -229,6 +284,7 @@ class ColumnWriter:
             self.emit("}")
         for _ in outer:
             self.emit("}")
+        self.store_tiles(stores)
         if in_double:
             self.open_lanes()
             for x in in_double:
@@ -275,10 +331,10 @@ class ColumnWriter:
             target = self.kernel.output_name(store.tensor.name)
             self.emit(f"store_nontemporal({target} + {index}, {staging_name(store)}, lanes);")
 
-    def stage_value(self, store: Store) -> None:
-        name, value = staging_name(store), self.printer.print_expression(store.value)
+    def stage_value(self, store: Store, target: str) -> None:
+        value = self.printer.print_expression(store.value)
         is_narrow = store.tensor.dtype in NARROW_FLOATS
-        self.emit(f"store({name} + lane, {value});" if is_narrow else f"{name}[lane] = {value};")
+        self.emit(f"store(&{target}, {value});" if is_narrow else f"{target} = {value};")
 
     def reset(self, reductions: list[Local], suffix: str) -> None:
         if not reductions:
@@ -311,7 +367,10 @@ class ColumnWriter:
         staged = self.find_staged(stores)
         for store in stores:
             if store in staged:
-                self.stage_value(store)
+                self.stage_value(store, f"{staging_name(store)}[lane]")
+            elif store in self.tiles.stores:
+                flat = print_flat_index(self.nest.body, self.kernel)
+                self.stage_value(store, f"{tile_name(store)}[{flat}][lane]")
             else:
                 self.kernel.emit_store(store, self.printer)
 
@@ -326,3 +385,8 @@ class ColumnWriter:
 
 def buffer_name(name: str) -> str:
     return f"{identifier(name)}_buffer"
+
+
+def tile_name(store: Store) -> str:
+    """The transposed buffer of a result along the body."""
+    return f"{identifier(store.name)}_tile"

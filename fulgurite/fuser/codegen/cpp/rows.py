@@ -32,6 +32,7 @@ from fulgurite.fuser.ir.index import ONE, ZERO, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.schedule.analysis import is_body_store, iter_unmasked
 from fulgurite.fuser.schedule.cpu.memory_traffic import find_contiguous_loads
+from fulgurite.fuser.schedule.cpu.pointwise import find_tail_loads
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
@@ -258,6 +259,9 @@ class RowWriter:
         for axis in outer:
             is_split = axis is self.nest.body[0] and self.bounds
             k.open_loop(axis, label, *(self.bounds if is_split and self.bounds else ("0", None)))
+        if self.schedule.pads_tail:
+            self.padded_row()
+            return
         low, high = self.bounds if self.bounds and not outer else ("0", k.print_size(simd_axis))
         block = self.block_size(step, in_double)
         start, end, count = low, high, k.print_size(simd_axis)
@@ -294,6 +298,46 @@ class RowWriter:
             self.emit(f"store_nontemporal({target}, {staging_name(store)}, {count});")
         for _ in range(len(outer) + bool(block)):
             self.emit("}")
+
+    def padded_row(self) -> None:
+        """A pointwise row: whole vectors, then its end as one more vector in buffers."""
+        k, lanes, axis = self.kernel, tuning.VECTOR_LANES, self.nest.body[-1]
+        size = static_size((axis,))
+        assert size is not None, "rows of dynamic length are not padded"
+        start = size // lanes * lanes
+        if start:
+            k.emit_pragma("omp simd")
+            k.open_loop(axis, "", "0", str(start))
+            self.point(0, [])
+            self.emit("}")
+        at_start = ExpressionPrinter(identifier, {axis: str(start)})
+        rest, buffers = size - start, self.printer.buffers
+        for number, load in enumerate(find_tail_loads(self.nest) or ()):
+            name = f"{identifier(load.name)}_tail{number or ''}"
+            source = f"{identifier(load.name)} + {at_start.print_index(load.index[0])}"
+            self.emit(f"alignas(64) {storage_type(load.dtype)} {name}[{lanes}];")
+            self.emit(f"load_tail<{lanes}>({name}, {source}, {rest});")
+            buffers[load] = f"{name}[lane]"
+        stores = self.passes[0].stores
+        for store in stores:
+            ctype = storage_type(store.tensor.dtype)
+            self.emit(f"alignas(64) {ctype} {staging_name(store)}[{lanes}];")
+        k.emit_pragma("omp simd")
+        self.emit(f"for (int64_t lane = 0; lane < {lanes}; ++lane) {{", "the end of the row")
+        self.emit(f"const int64_t {axis.name} = {start} + lane;")
+        for local in self.body_values(0):
+            k.declare_local(local, self.printer)
+        for store in stores:
+            value, name = self.printer.print_expression(store.value), staging_name(store)
+            is_narrow = store.tensor.dtype in NARROW_FLOATS
+            self.emit(
+                f"store({name} + lane, {value});" if is_narrow else f"{name}[lane] = {value};"
+            )
+        self.emit("}")
+        for store in stores:
+            target = f"{k.output_name(store.tensor.name)} + {at_start.print_index(store.index)}"
+            self.emit(f"store_tail<{lanes}>({target}, {staging_name(store)}, {rest});")
+        buffers.clear()
 
     def simd_pragma(
         self, reductions: list[Local], in_double: list[Local], simd_threads: str | None

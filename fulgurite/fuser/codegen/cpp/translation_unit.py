@@ -36,9 +36,11 @@ OPTIONAL_HEADERS = (
     "trigonometry.h",
     "math_via_double.h",
     "memory_traffic.h",
+    "lanes.h",
     "transpose.h",
     "sort.h",
 )
+HEADERS_OF_HEADERS = {"transpose.h": "lanes.h"}
 GUARDED_LOAD = re.compile(r"\?[^\n]*\[|\bif \(")  # in the text of kernels
 
 
@@ -93,12 +95,11 @@ def _read_header(name: str) -> tuple[str, frozenset[str]]:
 
 def collect_headers(text: str) -> str:
     """The text of the headers that a kernel uses: an unused header would only cost compile time."""
-    parts, words = [_base_header()], set(re.findall(r"[A-Za-z_]\w*", text))
-    for name in OPTIONAL_HEADERS:
-        content, defined = _read_header(name)
-        if words & defined:
-            parts.append(content)
-    return "\n".join(parts)
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    used = {name for name in OPTIONAL_HEADERS if words & _read_header(name)[1]}
+    used |= {HEADERS_OF_HEADERS[name] for name in used if name in HEADERS_OF_HEADERS}
+    headers = [_read_header(name)[0] for name in OPTIONAL_HEADERS if name in used]
+    return "\n".join([_base_header(), *headers])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fulgurite.fuser.ir.cost import count_elements, size_hint
 from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_nest import LoopNest, order_axes
 from fulgurite.fuser.schedule.cpu.row_pieces import RowPiece
+from fulgurite.fuser.schedule.cpu.tiles import NO_TILES, Tiles
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
@@ -28,9 +29,11 @@ class CpuSchedule:
     buffered_locals: tuple[str, ...] = ()  # kept in a row buffer from one pass to the next
     parallel_simd_loop: bool = False  # threads split the SIMD loop itself
     packed: bool = False  # columns: loads of several passes are packed into a buffer
+    tiles: Tiles = NO_TILES  # columns: accesses along the body, through transposed buffers
     nontemporal_stores: tuple[str, ...] = ()  # results that bypass the caches
     prefetch_pass: int | None = None  # the pass that prefetches the next row
     pieces: tuple[RowPiece, ...] = ()  # of a pointwise row, if masks split it
+    pads_tail: bool = False  # pointwise: the end of a row is a whole vector
 
     def __str__(self) -> str:
         grid = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
@@ -48,8 +51,12 @@ class CpuSchedule:
             text += f", buffers {', '.join(self.buffered_locals)}"
         if self.packed:
             text += ", packed loads"
+        if self.tiles != NO_TILES:
+            text += ", transposed tiles"
         if self.nontemporal_stores:
             text += ", non-temporal stores"
+        if self.pads_tail:
+            text += ", padded tail"
         if self.pieces:
             text += f", {len(self.pieces)} pieces of a row"
         return text

@@ -2,8 +2,9 @@
 
 Sums over leading or middle dimensions, and norms along them. A block of neighbouring grid points is
 computed together, each SIMD lane with its own accumulator, so that every load is contiguous.
-Single-pass kernels take full rows, and threads split them. Multi-pass kernels pack what they load
-into a buffer: the lines of a narrow block of a matrix fall on few sets of the cache.
+Single-pass kernels take full rows, and threads split them. Multi-pass kernels keep expensive values in
+a buffer, and pack what they load if it exceeds the L2 cache: the lines of a narrow block of a matrix
+fall on few sets of the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fulgurite.fuser.schedule.cpu.memory_traffic import (
     find_nontemporal_stores,
 )
 from fulgurite.fuser.schedule.cpu.rows import can_split, choose_buffered_locals
+from fulgurite.fuser.schedule.cpu.tiles import NO_TILES, find_tiles
 from fulgurite.fuser.schedule.loop_order import arrange_loops
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
@@ -50,12 +52,17 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
     width = size_hint(simd_axis.size)
     outer = count_elements(tuple(axis.size for axis in nest.grid[:-1]))
     stores_body = any(is_body_store(nest, store) for store in nest.stores)
-    if passes == 1 and not stores_body:
+    tiles = find_tiles(nest)
+    if passes == 1 and not stores_body and tiles == NO_TILES:
         tasks = outer * -(-width // tuning.MAX_COLUMN_SUM_BLOCK)
         if can_split(nest, tasks, device):
             block = min(tuning.MAX_COLUMN_SUM_BLOCK, _round_up(width))
             return CpuSchedule("columns", nest, simd_axis, block=block, splits_body=True)
-    block, packed = tuning.MAX_COLUMN_BLOCK, False
+    is_static = simd_axis.size.is_constant
+    longest = (
+        min(tuning.MAX_COLUMN_BLOCK, _round_up(width)) if is_static else tuning.MAX_COLUMN_BLOCK
+    )
+    block, packed = longest, False
     buffered: tuple[str, ...] = ()
     if passes > 1:
         # the block of all rows should stay in the L2 cache from pass to pass
@@ -63,15 +70,28 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         room = device.l2_cache_bytes // 2
         roots = [find_pass_roots(nest, analysis, step) for step in range(passes)]
         buffered = choose_buffered_locals(nest, analysis, passes, limit=sys.maxsize)
-        row_bytes = sum(nest.locals[name].dtype.itemsize for name in buffered)
-        row_bytes += sum(load.dtype.itemsize for load in find_packed_loads(nest, roots, buffered))
-        smallest = height * row_bytes * tuning.MIN_COLUMN_BLOCK
-        fits = 0 < smallest <= min(room, tuning.MAX_PACKED_BYTES)  # 0: no load is contiguous
-        packed = fits and _is_worth_packing(nest, device)
-        buffered = buffered if packed else ()
-        room = min(room, tuning.MAX_PACKED_BYTES) // row_bytes if packed else room // 4
+        buffer_bytes = sum(nest.locals[name].dtype.itemsize for name in buffered)
+        load_bytes = sum(x.dtype.itemsize for x in find_packed_loads(nest, roots, buffered))
+        limit = min(room, tuning.MAX_PACKED_BYTES)
+
+        def fits(row_bytes: int) -> bool:  # 0: there is nothing to keep
+            return 0 < height * row_bytes * tuning.MIN_COLUMN_BLOCK <= limit
+
+        packed = fits(buffer_bytes + load_bytes) and _is_worth_packing(nest, device)
+        row_bytes = buffer_bytes + load_bytes if packed else buffer_bytes
+        buffered = buffered if fits(row_bytes) else ()
+        room = limit // row_bytes if packed or buffered else room // 4
         multiple = room // height // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
-        block = max(tuning.MIN_COLUMN_BLOCK, min(tuning.MAX_COLUMN_BLOCK, multiple))
+        block = max(tuning.MIN_COLUMN_BLOCK, min(longest, multiple))
+    if tiles != NO_TILES:
+        # the tiles of a block should stay in the L1 cache
+        packed, height = False, max(count_elements(tuple(axis.size for axis in nest.body)), 1)
+        row_bytes = tiles.row_bytes + sum(nest.locals[name].dtype.itemsize for name in buffered)
+        multiple = device.l1_cache_bytes * 2 // 3 // (height * row_bytes)
+        multiple = max(
+            multiple // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK, tuning.MIN_TILED_BLOCK
+        )
+        block = max(tuning.MIN_COLUMN_BLOCK, min(tuning.MAX_TILED_BLOCK, longest, multiple))
     tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores if device.num_cores > 1 else 1
     while block >= 2 * tuning.MIN_COLUMN_BLOCK and outer * width < block * tasks:
         block //= 2
@@ -83,6 +103,7 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         block=block,
         buffered_locals=buffered,
         packed=packed,
+        tiles=tiles,
         nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
     )
 

@@ -26,6 +26,7 @@ from fulgurite.fuser.schedule.cpu.memory_traffic import (
     choose_prefetch_pass,
     find_nontemporal_stores,
 )
+from fulgurite.fuser.schedule.cpu.tile_cost import prefers_tiles
 from fulgurite.fuser.schedule.loop_order import arrange_loops
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
@@ -42,6 +43,8 @@ def why_not(nest: LoopNest) -> str | None:
         across = contiguous_bytes_per_iteration(nest, simd_axis)
         if body_axis is None or contiguous_bytes_per_iteration(nest, body_axis) < across:
             return "memory is contiguous along the grid, not along the body"
+    if not reduces_grid and prefers_tiles(nest):
+        return "its rows are faster side by side"
     return None
 
 
