@@ -17,7 +17,12 @@ from fulgurite.trace.node_meta import example_value
 def detach_results(module: fx.GraphModule) -> None:
     """Detach every result of the graph that is a view without `grad_fn` of a tensor that needs a gradient."""
     output = module.graph.output_node()
-    views = [node for node in output.all_input_nodes if _is_view_without_gradient(node)]
+    inputs = {id(example_value(node)) for node in module.graph.nodes if not _is_computed(node)}
+    views = [
+        node
+        for node in output.all_input_nodes
+        if _is_computed(node) and id(example_value(node)) not in inputs and _is_leaf_view(node)
+    ]
     for node in views:
         with module.graph.inserting_before(output):
             detached = module.graph.call_method("detach", (node,))
@@ -27,8 +32,15 @@ def detach_results(module: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _is_view_without_gradient(node: fx.Node) -> bool:
-    """Whether a value is a leaf that needs a gradient, though the graph computes it."""
+def _is_computed(node: fx.Node) -> bool:
+    return node.op.startswith("call_")
+
+
+def _is_leaf_view(node: fx.Node) -> bool:
+    """Whether a value is a view that needs a gradient and has no `grad_fn`.
+
+    `x.flatten()` may be `x` itself: no view, or an input of the graph.
+    """
     value = example_value(node)
-    is_computed = node.op.startswith("call_") and isinstance(value, torch.Tensor)
-    return is_computed and value.requires_grad and value.grad_fn is None
+    is_tensor = isinstance(value, torch.Tensor) and value.requires_grad
+    return is_tensor and value.grad_fn is None and value._is_view()

@@ -45,9 +45,15 @@ def view_with_gradients_inside(x: torch.Tensor) -> Tensors:
     return row, other, other
 
 
+def views_that_are_the_input(x: torch.Tensor) -> Tensors:
+    """In eager mode these ops return their input."""
+    with torch.no_grad():
+        return x.contiguous(), x.to(x.dtype), x.squeeze(-1).detach(), x.expand_as(x)
+
+
 PROGRAMS = [
     *(views_of_an_input, views_of_an_intermediate, base_and_view, inference_mode),
-    view_with_gradients_inside,
+    *(view_with_gradients_inside, views_that_are_the_input),
 ]
 
 
@@ -61,6 +67,18 @@ def test_no_gradient_flows_through_views_made_without_gradients(program, dynamic
         for function, x in zip((program, compiled), inputs, strict=True):
             sum((r.square().sum() for r in function(x)), x.sum() * 0).backward()
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_an_op_that_returns_its_input_passes_a_gradient(is_view):
+    compiled = fulgurite.compile(lambda x: (x.contiguous(), x.flatten()))
+    for size in (4, 5, 6):
+        leaf = torch.randn(size + 1)[1:] if is_view else torch.randn(size)
+        x = leaf.requires_grad_()
+        results = compiled(x)
+        assert all(result is x for result in results)
+        sum(result.sum() for result in results).backward()
+        assert torch.equal(x.grad, torch.full((size,), 2.0))
 
 
 def test_views_made_without_gradients_share_the_memory_of_their_base():
