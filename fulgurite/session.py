@@ -29,9 +29,11 @@ from fulgurite.capture.foreach import separate_writes
 from fulgurite.capture.inference_mode import use_no_grad
 from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
+from fulgurite.capture.no_grad_views import detach_results
 from fulgurite.capture.opaque_gradients import make_gradients_opaque
 from fulgurite.capture.outline import LayerSource, extract_layer, replace_layers
 from fulgurite.capture.program_errors import raise_assertion_errors
+from fulgurite.capture.random_floats import use_float64
 from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
 from fulgurite.capture.strided_views import view_storages
 from fulgurite.capture.subgraph_op import LayerGraphs
@@ -110,7 +112,9 @@ class Session:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph: TorchDynamo calls this as its backend."""
+        inputs = use_float64(module, inputs)
         use_no_grad(module)
+        detach_results(module)
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
         replace_views(module)

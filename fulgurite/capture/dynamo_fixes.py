@@ -34,6 +34,16 @@ In: their functions. Out: the same functions, corrected when this module is firs
   which AOTAutograd looks at custom ops there refused them.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
+- The gradient of a mean loss of no elements (`mse_loss`, `smooth_l1_loss`, `huber_loss`) is empty. torch's
+  decompositions divide by zero.
+- `x in values` of tensors is true for a tensor that is one of the values, and otherwise a graph break: Python
+  asks for the truth of each `==`. TorchDynamo returns a tensor.
+- A NumPy function of a tensor is a graph break: eager mode's result may be a tensor, TorchDynamo's is an array.
+  So is `numpy.random`: TorchDynamo takes its numbers from torch's generator.
+- A method of a `random.Random` from outside the function is a graph break: TorchDynamo captures its state as a
+  constant, so each call drew the same number.
+- `isinstance` calls the `__instancecheck__` of a metaclass at each capture of an object whose attributes it reads,
+  with guards on them.
 - `5 in (n, m)`, `n in range(5)` and `values.pop(n)` with integers that became symbols take their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -44,10 +54,13 @@ from __future__ import annotations
 import dataclasses
 import dis
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch._meta_registrations
 import torch._prims_common
@@ -55,9 +68,15 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
 from torch._dynamo import exc, polyfills, symbolic_convert, utils
-from torch._dynamo.variables import builder, lists
+from torch._dynamo.variables import builder, builtin, lists, misc
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import (
+    NumpyNdarrayVariable,
+    SymNodeVariable,
+    TensorVariable,
+)
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
@@ -106,6 +125,8 @@ MIRRORED = {
     operator.le: operator.ge,
     operator.ge: operator.le,
 }
+SUM = 2  # a `reduction` of losses
+TO_ARRAY = (np.array, np.asarray, np.asanyarray, np.ascontiguousarray)
 _installed = False
 
 
@@ -141,6 +162,13 @@ def install() -> None:
     mode = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
     _replace(mode, "__torch_dispatch__", _run_plain_subclasses)
     _replace(polyfills, "foreach_lerp_inplace", lambda _: lerp_in_place)
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
+        op = getattr(torch.ops.aten, name + "_backward").default
+        decomposition_table[op] = _sum_of_no_elements(decomposition_table[op])
+        register_op_impl(op)(_fake_by_decomposition)
+    _replace(misc.NumpyVariable, "call_function", _break_at_functions_of_tensors)
+    _replace(misc.RandomVariable, "call_method", _break_at_generator)
+    _replace(builtin.BuiltinVariable, "call_isinstance", _trace_instance_check)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.CommonListMethodsVariable, "call_method", _pop)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
@@ -399,14 +427,103 @@ def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoRe
     return raise_for_failed_op
 
 
+def _sum_of_no_elements(gradient: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of a loss: its mean over no elements is a sum, which needs no division."""
+
+    def differentiate(
+        grad: Tensor, x: Tensor, target: Tensor, reduction: int, *args: Any
+    ) -> Tensor:
+        is_empty = guard_or_false(x.numel() == 0)
+        return gradient(grad, x, target, SUM if is_empty else reduction, *args)
+
+    return differentiate
+
+
+def _fake_by_decomposition(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    with mode:
+        return decomposition_table[op](*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _break_at_functions_of_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        is_random = getattr(self.value, "__self__", None) is np.random.mtrand._rand
+        is_random |= getattr(self.value, "__module__", None) == "numpy.random"
+        values = [value.realize() for value in (*args, *kwargs.values())]
+        takes_tensor = any(
+            isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
+            for value in values
+        )
+        if is_random or (takes_tensor and self.value not in TO_ARRAY):
+            exc.unimplemented(
+                gb_type="NumPy function that can't be captured",
+                context=str(self.value),
+                explanation="It draws random numbers of NumPy, or takes a tensor.",
+                hints=["Use the function of torch."],
+            )
+        return original(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _break_at_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if self.source is not None:
+            exc.unimplemented(
+                gb_type="Generator of random numbers",
+                context=f"random.Random.{name}",
+                explanation="Its state changes with each call.",
+                hints=["Pass the number as an argument, or use the functions of `random`."],
+            )
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _trace_instance_check(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_isinstance(self: Any, tx: Any, arg: Any, kind_variable: Any) -> Any:
+        arg = arg.realize()
+        kind = kind_variable.as_python_constant() if kind_variable.is_python_constant() else None
+        check = type(kind).__dict__.get("__instancecheck__")
+        is_users = (
+            isinstance(check, FunctionType) and check.__module__ not in sys.stdlib_module_names
+        )
+        if not is_users or not isinstance(arg, UserDefinedObjectVariable):
+            return original(self, tx, arg, kind_variable)
+        if arg.value_type is kind:  # Python does not ask the metaclass
+            return ConstantVariable.create(True)
+        result = VariableTracker.build(tx, check).call_function(tx, [kind_variable, arg], {})
+        return VariableTracker.build(tx, bool).call_function(tx, [result], {})
+
+    return call_isinstance
+
+
 def _contains(original: Callable[..., Any]) -> Callable[..., Any]:
     def contains(items: Iterable[Any], search: Any, *args: Any, **kwargs: Any) -> Any:
         items = list(items)
+        search = search.realize()
+        if isinstance(search, TensorVariable) and type(search) is TensorVariable:
+            return _contains_tensor(items, search)
         if isinstance(search, SymNodeVariable) or search.is_python_constant():
             search, items = _specialize(search), [_specialize(item) for item in items]
         return original(items, search, *args, **kwargs)
 
     return contains
+
+
+def _contains_tensor(items: list[Any], search: TensorVariable) -> Any:
+    """Whether a tensor is one of some values, as far as no `==` is needed to tell."""
+    node = search.as_proxy().node
+    for item in items:
+        item = item.realize()
+        if isinstance(item, TensorVariable) and item.as_proxy().node is node:
+            return ConstantVariable.create(True)
+        exc.unimplemented(
+            gb_type="Search for a tensor among other values",
+            context=str(search),
+            explanation="`in` compares the tensor with each value, and asks for the truth of the result.",
+            hints=["Use `any(x is y for y in values)`, or `torch.isin`."],
+        )
+    return ConstantVariable.create(False)
 
 
 def _pop(original: Callable[..., Any]) -> Callable[..., Any]:

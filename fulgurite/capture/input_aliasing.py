@@ -44,6 +44,8 @@ def guard_input_aliasing(
         return run
     extents = [(k, _static_extent(inputs[k])) for k in positions]
     expected = find_overlaps(_fake_spans(inputs, positions), inputs)
+    overlapping = sorted({position for pair in expected for position, _ in pair})
+    bases = [(k, _base_layout(inputs[k])) for k in overlapping]
     # with static sizes and no overlap at capture, the addresses alone decide
     is_cacheable = not expected and all(extent is not None for _, extent in extents)
     disjoint: set[tuple[int, ...]] = set()  # addresses without overlap; a model's rarely change
@@ -53,7 +55,8 @@ def guard_input_aliasing(
         if addresses in disjoint:
             return run(*args)
         spans = [_tensor_span(args[k], k, extent) for k, extent in extents]
-        if find_overlaps(spans, args) != expected:
+        is_expected = find_overlaps(spans, args) == expected
+        if not is_expected or not all(_has_base(args[k], layout) for k, layout in bases):
             report(OTHER_OVERLAPS)
             return captured(*args)
         if is_cacheable:
@@ -122,6 +125,25 @@ def find_overlaps(spans: list[Span], inputs: Sequence[Any]) -> Overlaps:
                 pair = sorted((position, other))
                 found.append(tuple((p, size_hint(inputs[p].storage_offset())) for p in pair))
     return sorted(found)
+
+
+def _base_layout(view: Tensor) -> tuple[int | None, ...] | None:
+    """Sizes, strides and offset of the tensor that a view is of; None for symbols.
+
+    AOTAutograd's graph takes the base in place of inputs that overlap.
+    """
+    base = view._base
+    if base is None:
+        return None
+    numbers = (*base.shape, *base.stride(), base.storage_offset())
+    return tuple(number if isinstance(number, int) else None for number in numbers)
+
+
+def _has_base(view: Tensor, layout: tuple[int | None, ...] | None) -> bool:
+    found = _base_layout(view)
+    if found is None or layout is None or len(found) != len(layout):
+        return found is layout
+    return all(expected in (None, number) for expected, number in zip(layout, found, strict=True))
 
 
 def _tensor_span(tensor: Tensor, position: int, extent: int | None) -> Span:

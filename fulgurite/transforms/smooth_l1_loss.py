@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import pw_cast_for_opmath
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.transforms.nll_loss import REDUCTION_MEAN
 
@@ -22,7 +23,8 @@ aten = torch.ops.aten
 def smooth_l1_loss_backward(
     grad_output: Tensor, self: Tensor, target: Tensor, reduction: int, beta: float
 ) -> Tensor:
-    grad = grad_output * (1.0 / self.numel() if reduction == REDUCTION_MEAN else 1.0)
+    is_mean = reduction == REDUCTION_MEAN and not guard_or_false(self.numel() == 0)
+    grad = grad_output * (1.0 / self.numel() if is_mean else 1.0)
     x = self - target
     return torch.where(x.abs() >= beta, grad * x.sign(), grad * x / beta)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -432,3 +433,69 @@ def test_one_channel_is_contiguous(op):
     expected, found = function(x), fulgurite.compile(function)(x)
     assert found.stride() == expected.stride()
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_gradients_of_a_mean_loss_of_no_elements(name, dynamic):
+    compiled = fulgurite.compile(lambda x, y: getattr(F, name)(x, y), dynamic=dynamic)
+    for rows in (0, 2, 0):
+        x, y = (torch.randn(rows, 3, requires_grad=True) for _ in range(2))
+        found, right = compiled(x, y), getattr(F, name)(x, y)
+        torch.testing.assert_close(found, right, equal_nan=True)
+        grads = [torch.autograd.grad(loss, (x, y)) for loss in (found, right)]
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_tensor_among_other_tensors():
+    def f(x, y):
+        return x in [y, x], x in (x,), y in {1: x}.values(), x * 2
+
+    compiled = fulgurite.compile(f)
+    for x, y in [(torch.ones(1), torch.zeros(1)), (torch.ones(1), torch.ones(1))]:
+        assert compiled(x, y)[:3] == f(x, y)[:3] and compiled(x, x)[:3] == f(x, x)[:3]
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        compiled(torch.ones(2), torch.ones(2))
+
+
+def test_numpy_functions_of_tensors_return_what_numpy_does():
+    compiled = fulgurite.compile(lambda x: (np.exp(x), np.sqrt(x.numpy()), np.asarray(x) + 1))
+    for size in (2, 3):
+        x = torch.rand(size)
+        found, *arrays = compiled(x)
+        assert isinstance(found, torch.Tensor)
+        assert all(isinstance(array, np.ndarray) for array in arrays)
+        torch.testing.assert_close(found, x.exp())
+
+
+def test_random_numbers_of_numpy_are_those_of_its_generator():
+    def f(x):
+        return x + np.random.rand() + torch.from_numpy(np.random.normal(size=2))
+
+    compiled = fulgurite.compile(f)
+    for seed in (1, 2, 3):
+        results = []
+        for function in (f, compiled):
+            np.random.seed(seed)
+            results.append((function(torch.ones(2)), np.random.rand()))
+        assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_isinstance_asks_the_metaclass_for_each_object():
+    class Large(type):
+        def __instancecheck__(cls, value):
+            return getattr(value, "size", 0) > 1
+
+    class IsLarge(metaclass=Large):
+        pass
+
+    class Item:
+        def __init__(self, size):
+            self.size = size
+
+    def f(x, item):
+        return x * 2 if isinstance(item, IsLarge) else x * 3
+
+    compiled, x = fulgurite.compile(f, fullgraph=True), torch.ones(2)
+    for item in (Item(0), Item(2), Item(1), Item(5), IsLarge()):
+        assert torch.equal(compiled(x, item), f(x, item))

@@ -144,3 +144,23 @@ def test_view_of_a_mutated_input_at_an_offset(executors, write, view):
         assert torch.equal(result, expected) and torch.equal(ours, eager)
         assert result.storage_offset() == expected.storage_offset()
         assert result.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_views_of_a_base_of_another_size(needs_grad, dynamic):
+    def f(a, b):
+        a.mul_(2)
+        return a + b.exp()
+
+    compiled = fulgurite.compile(f, dynamic=dynamic)
+    for size in (6, 7, 9, 6):
+        results = []
+        for function in (f, compiled):
+            x = torch.arange(float(size), requires_grad=needs_grad)
+            base = x / 4
+            y = function(base[:4], base[2:6])
+            if needs_grad:
+                y.sum().backward()
+            results.append([y.detach(), base.detach(), x.grad])
+        torch.testing.assert_close(results[1], results[0])

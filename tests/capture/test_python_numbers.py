@@ -76,3 +76,26 @@ def test_numbers_inside_the_domain_are_one_graph():
     for p in (0.5, 0.25, 2.0, -3.0):
         compiled(torch.ones(3), p)
     assert len(compiled.graphs) == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_integers_of_more_than_64_bits(dynamic):
+    def f(x, n, m):
+        return x * n, n * m, n + m, x + float(n**3 - m)
+
+    compiled = fulgurite.compile(f, dynamic=dynamic)
+    x = torch.ones(2)
+    pairs = [(3, 4), (5, -6), (2**62 + 1, 7), (2**40, 2**50), (-(2**31), 2**33), (2**63, 9), (8, 9)]
+    for n, m in pairs:
+        for found, right in zip(compiled(x, n, m), f(x, n, m), strict=True):
+            if isinstance(right, int):
+                assert found == right
+            else:
+                torch.testing.assert_close(found, right)
+
+
+def test_integers_that_fit_share_one_graph():
+    compiled = fulgurite.compile(lambda x, n: (x * n, n * 5), fullgraph=True)
+    for n in (3, 5, -7, 2**31 - 1, 0):
+        assert compiled(torch.ones(2), n)[1] == n * 5
+    assert len(compiled.graphs) <= 3  # the first number, a symbol, and 0

@@ -61,6 +61,7 @@ class Builder:
         no_gradients = ("error", "complex", "symbol", "shared")
         self.gradient = self.kind not in no_gradients and rng.random() < share
         self.gradient |= self.kind == "symbol" and rng.random() < 0.1
+        self.gradient |= self.kind == "grad mode"
         self.call: dict[str, Number] = {}
         self.inputs: list[Input] = []
         self.scalars: list[str] = []

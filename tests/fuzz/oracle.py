@@ -238,7 +238,12 @@ def gradients(program: Program, values: Mapping[str, Any]) -> list[Tensor | None
 
 
 def gradients_of(results: Sequence[Any], leaves: list[Tensor]) -> list[Tensor | None]:
-    ends = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+    # a view that was made without gradients requires one, too, and passes none on
+    ends = [
+        r
+        for r in results
+        if isinstance(r, Tensor) and (r.grad_fn is not None or any(r is x for x in leaves))
+    ]
     if not ends or not leaves:
         return []
     given = [cotangent(end.detach()) for end in ends]

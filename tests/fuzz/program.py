@@ -24,6 +24,18 @@ def mixed_precision(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*operands)
 
 
+def without_gradient(function: Callable[..., Any], *operands: Any) -> Any:
+    """The function's result under `torch.no_grad`."""
+    with torch.no_grad():
+        return function(*operands)
+
+
+def with_gradient(function: Callable[..., Any], *operands: Any) -> Any:
+    """The function's result under `torch.enable_grad` inside `torch.no_grad`."""
+    with torch.no_grad(), torch.enable_grad():
+        return function(*operands)
+
+
 # the scope of a program's lines
 NAMES: dict[str, Any] = {
     "torch": torch,
@@ -31,6 +43,8 @@ NAMES: dict[str, Any] = {
     "math": math,
     "TwoTensor": TwoTensor,
     "mixed_precision": mixed_precision,
+    "without_gradient": without_gradient,
+    "with_gradient": with_gradient,
 }
 IDENTIFIER = re.compile(r"\b[abijknpstuv]\d+(?:_\d+)?\b")
 Number = int | float

@@ -164,6 +164,12 @@ F.pad({f}.reshape(1, 1, 1, -1, {f}.size(-1)), (1, {p}, {q}, 0, 1, 1), mode="repl
 F.max_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (2, 1, 2), 1) | ~F.avg_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (2, 1, 2), 1) | F.adaptive_max_pool2d({f}.reshape(1, 1, -1, {f}.size(-1)), (2, {q})) | ~F.grid_sample({f}.reshape(1, 1, -1, {f}.size(-1)), torch.linspace(-1.25, 1, 6, dtype={f}.dtype, device={f}.device).reshape(1, 1, 3, 2))
 ~F.avg_pool2d({f}, (2, 3), (1, 2), (1, 1), divisor_override=3) | F.max_pool2d({f}, 3, 1, 1, ceil_mode=True) | ~F.adaptive_avg_pool2d({f}, 1) | ~F.adaptive_avg_pool2d({f}, (5, 3)) | F.adaptive_max_pool1d({f}, {q}) | F.max_pool3d({f}, (1, 2, 2), 1)
 """
+GRAD_MODES = """
+without_gradient(torch.Tensor.view, {x}, -1) | without_gradient(torch.select, {x}, {d}, {k}) | without_gradient(torch.transpose, {x}, {d}, {e}) | without_gradient(torch.unsqueeze, {x}, {d}) | without_gradient(torch.mul, {x}, {y})
+without_gradient(torch.narrow, {x}, {d}, {k}, 1) | without_gradient(torch.Tensor.expand, {x}, 2, *{x}.shape) | without_gradient(torch.diagonal, {x}, {k}) | without_gradient(torch.chunk, {x}, 2, {d})[0] | {x} + without_gradient(torch.squeeze, {x})
+without_gradient(torch.Tensor.detach, {x}) | without_gradient(torch.flatten, {x}) | {x} * without_gradient(torch.sum, {x}, {d}, True) | with_gradient(torch.Tensor.view, {x}, -1) | with_gradient(torch.select, {x}, {d}, {k}) | with_gradient(torch.mul, {x}, {y})
+{x} - without_gradient(torch.amax, {x}, {d}, True) | without_gradient(torch.Tensor.clone, {x}) | without_gradient(torch.Tensor.contiguous, {x}) | {x}.detach() | {x}.data | {x}.detach() + {x} | {x} - {x}.detach() | with_gradient(torch.add, {x}.detach(), {x})
+"""
 COMPLEX = """
 {c} * {y} | {c} + {s} | {c}.conj() | {c}.real | {c}.imag | ~{c}.abs() | ~{c}.angle() | torch.view_as_real({c}) | {c}.conj() * {c} | ~{c}.exp() | {c}.sum({d}) | ~{c} / 3 | -{c} | {c}.conj().real + 1
 ~{c}.abs().sqrt() | torch.complex({f}.float(), {f}.float()) | {c}.imag.neg() | !{c} == {c} | ~{c} @ {c}.mT | {c}.cumsum({d}) | ~{c}.sgn() | {c}.prod({d}) | ~{c}.sin() | {c}.T.conj() | {c}[..., ::2].conj() | {c}.mH
@@ -209,6 +215,7 @@ TABLES = {
     "layer": parse(LAYERS),
     "resize": parse(RESIZE),
     "complex": parse(COMPLEX),
+    "grad mode": parse(GRAD_MODES),
     "symbol": parse(SYMBOLS),
     "symbolic write": parse(SYMBOLIC_WRITES),
     "foreach": parse(FOREACH),
@@ -230,6 +237,7 @@ KINDS: dict[str, dict[str, int]] = {
     "complex": {"complex": 5, "view": 1, "pointwise": 1},
     "symbol": {"symbol": 5, "symbolic write": 2, "pointwise": 2, "reduction": 1},
     "subclass": {"pointwise": 4, "reduction": 2, "view": 3, "move": 1, "inplace": 2, "matmul": 1},
+    "grad mode": {"grad mode": 5, "view": 2, "pointwise": 2, "reduction": 1},
     "shared": {"inplace": 4, "view": 4, "pointwise": 2, "foreach": 1},
     "error": {"pointwise": 2, "view": 1},
     "mixed": {
