@@ -23,7 +23,13 @@ from torch import Tensor, fx
 from fulgurite.kernels.conv import gradients, packing
 from fulgurite.native import find_compiler
 from fulgurite.trace.metadata import find_fake_mode, run_node, use_fake_mode
-from fulgurite.trace.node_meta import fake_value, has_fake_value, set_fake_value
+from fulgurite.trace.node_meta import (
+    fake_value,
+    has_fake_value,
+    is_in_backward,
+    mark_in_backward,
+    set_fake_value,
+)
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.layouts import CannotRelayout, update_layouts
 from fulgurite.transforms.library_calls import read_geometry
@@ -48,7 +54,7 @@ def use_channels_last(joint: fx.GraphModule) -> None:
         for source in operands:
             assert isinstance(source, fx.Node), "a convolution of tensors"
             if source not in converted:
-                converted[source] = _convert(source)
+                converted[source] = _convert(source, node)
                 before[converted[source]] = fake_value(source)
             node.replace_input_with(source, converted[source])
         if node.target is aten.convolution_backward.default and find_compiler() is not None:
@@ -86,17 +92,19 @@ def _is_image(node: Any) -> bool:
     return sizes and value.device.type == "cpu" and value.layout == torch.strided
 
 
-def _convert(source: fx.Node) -> fx.Node:
-    """A channels-last copy of a tensor, after it in the graph."""
+def _convert(source: fx.Node, reader: fx.Node) -> fx.Node:
+    """A channels-last copy of a tensor, before the first convolution that reads it.
+
+    Not after the tensor: partitioners take what is between nodes of forward for a part of it, and the
+    placeholders of tangents are before all of them.
+    """
     arguments = {"memory_format": torch.channels_last}
-    graph = source.graph
-    after = source
-    while after.op == "placeholder" and after.next.op == "placeholder":
-        after = after.next
-    with graph.inserting_after(after):
-        copy = graph.call_function(aten.clone.default, (source,), arguments)
+    with source.graph.inserting_before(reader):
+        copy = source.graph.call_function(aten.clone.default, (source,), arguments)
     set_fake_value(copy, aten.clone.default(fake_value(source), **arguments))
     copy.meta |= {k: v for k, v in source.meta.items() if k not in copy.meta and k != "desc"}
+    if is_in_backward(reader):
+        mark_in_backward(copy)
     return copy
 
 

@@ -35,10 +35,10 @@ def strides(x):
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
-def check_step(module, x):
+def check_step(module, x, **options):
     """Values against float64, strides against eager mode; returns the compiled module."""
     eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
-    compiled = fulgurite.compile(module)
+    compiled = fulgurite.compile(module, **options)
     for _ in range(2):  # the second step is a host program's
         results = train(compiled, module, x)
         expected, reference = train(eager, eager, x), train(exact, exact, x.double())
@@ -73,6 +73,19 @@ def test_depthwise_filters_with_many_taps():
     assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
     compiled = check_step(Block(32, kernel=3, groups=32), torch.randn(2, 32, 12, 12))
     assert "conv_weight_gradient(" not in str(compiled.last_trace("backward"))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_result_that_is_a_convolution(remat):
+    """Its tangent is copied to channels last: in backward, whatever forward saves."""
+    net = nn.Sequential(nn.Conv2d(8, 24, 3), nn.ReLU(), nn.Conv2d(24, 20, 3))
+    compiled = check_step(net, torch.randn(2, 8, 14, 15), remat=remat)
+    assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
+
+
+def test_saved_bytes_are_explained_for_a_result_that_is_a_convolution():
+    compiled = check_step(nn.Conv2d(8, 24, 3), torch.randn(2, 8, 14, 15))
+    assert "saved" in str(compiled.explain())
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])
