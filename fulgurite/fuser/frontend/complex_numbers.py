@@ -235,17 +235,17 @@ def lower_complex_output(ctx: LoweringContext, value: ComplexValue, node: Node) 
         part_views = [find_strides(part, tensor) for part in (value.real, value.imaginary)]
         real, imaginary = part_views
         if real and imaginary and imaginary == (real[0], real[1] + 1):
-            pairs = zip(real[0], strides, strict=False)
-            if all(stride is None or stride == want for stride, want in pairs):
+            matches = zip(real[0], strides, strict=False)
+            if all(stride is None or stride == want for stride, want in matches):
                 return Output(name, sizes, strides, real[1], is_view_as_real=True)
     view = _find_view_of_parts(ctx, value, strides_to_indices(fake))
     if view is not None:
         offset = view[1] * 2
-        pairs = _interleave(ctx, node, *view[0])
+        stored = _interleave(ctx, node, *view[0])
         loops = [pair for pair in zip(sizes, strides, strict=True) if pair[0] != 1]
-        is_full = offset == 0 and loops == list(zip(pairs.sizes, pairs.strides, strict=True))
+        is_full = offset == 0 and loops == list(zip(stored.sizes, stored.strides, strict=True))
         return Output(
-            pairs.name, sizes, strides, offset, is_full_buffer=is_full, is_view_as_real=True
+            stored.name, sizes, strides, offset, is_full_buffer=is_full, is_view_as_real=True
         )
     axes = make_axes(sizes)
     parts = (value.real.broadcast_to(axes[:-1]), value.imaginary.broadcast_to(axes[:-1]))
