@@ -31,10 +31,10 @@ def train(function, module, x):
     return [out.detach(), *gradients, *module.buffers()]
 
 
-def check_step(module, x):
+def check_step(module, x, **options):
     """Values against float64, strides against eager mode; returns the compiled module."""
     eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
-    compiled = fulgurite.compile(module)
+    compiled = fulgurite.compile(module, **options)
     for _ in range(2):  # the second step is a host program's
         results = train(compiled, module, x)
         expected, reference = train(eager, eager, x), train(exact, exact, x.double())
@@ -78,6 +78,19 @@ def test_strides_of_dimensions_of_size_one(shape, groups):
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1, groups=groups)), torch.randn(shape)
     )
     check_step(nn.Conv2d(4, 1, 3), torch.randn(shape).expand(-1, 4, -1, -1))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_result_that_is_a_convolution(remat):
+    """Its tangent is copied to channels last: in backward, whatever forward saves."""
+    net = nn.Sequential(nn.Conv2d(8, 24, 3), nn.ReLU(), nn.Conv2d(24, 20, 3))
+    compiled = check_step(net, torch.randn(2, 8, 14, 15), remat=remat)
+    assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
+
+
+def test_saved_bytes_are_explained_for_a_result_that_is_a_convolution():
+    compiled = check_step(nn.Conv2d(8, 24, 3), torch.randn(2, 8, 14, 15))
+    assert "saved" in str(compiled.explain())
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])

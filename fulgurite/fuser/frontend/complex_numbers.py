@@ -30,6 +30,7 @@ from fulgurite.fuser.frontend.tensor_value import (
     TensorValue,
     axis_indices,
     find_strides,
+    load_tensor,
     make_cast,
     negate,
     reshape_value,
@@ -47,7 +48,7 @@ from fulgurite.fuser.ir.expression import (
     opmath_dtype,
 )
 from fulgurite.fuser.ir.index import Index, make_axes
-from fulgurite.fuser.ir.statement import Output
+from fulgurite.fuser.ir.statement import Output, Tensor
 from fulgurite.trace.node_meta import fake_value
 
 PARTS = ("real", "imaginary")
@@ -234,19 +235,78 @@ def lower_complex_output(ctx: LoweringContext, value: ComplexValue, node: Node) 
         part_views = [find_strides(part, tensor) for part in (value.real, value.imaginary)]
         real, imaginary = part_views
         if real and imaginary and imaginary == (real[0], real[1] + 1):
-            pairs = zip(real[0], strides, strict=False)
-            if all(stride is None or stride == want for stride, want in pairs):
+            matches = zip(real[0], strides, strict=False)
+            if all(stride is None or stride == want for stride, want in matches):
                 return Output(name, sizes, strides, real[1], is_view_as_real=True)
+    view = _find_view_of_parts(ctx, value, strides_to_indices(fake))
+    if view is not None:
+        offset = view[1] * 2
+        stored = _interleave(ctx, node, *view[0])
+        loops = [pair for pair in zip(sizes, strides, strict=True) if pair[0] != 1]
+        is_full = offset == 0 and loops == list(zip(stored.sizes, stored.strides, strict=True))
+        return Output(
+            stored.name, sizes, strides, offset, is_full_buffer=is_full, is_view_as_real=True
+        )
     axes = make_axes(sizes)
     parts = (value.real.broadcast_to(axes[:-1]), value.imaginary.broadcast_to(axes[:-1]))
+    name = _store_pairs(ctx, node, axes, parts, value.dtype, strides).name
+    return Output(name, sizes, strides, is_full_buffer=True, is_view_as_real=True)
+
+
+def _find_view_of_parts(
+    ctx: LoweringContext, value: ComplexValue, strides: tuple[Index, ...]
+) -> tuple[tuple[Tensor, Tensor], Index] | None:
+    """The tensors of this region whose view, with these strides, both parts are, and its offset."""
+    names = [getattr(part.expression, "name", "") for part in (value.real, value.imaginary)]
+    if not all(name in ctx.producers for name in names):
+        return None
+    real, imaginary = (ctx.tensors[name] for name in names)
+    views = [
+        find_strides(part, tensor)
+        for part, tensor in ((value.real, real), (value.imaginary, imaginary))
+    ]
+    are_alike = (real.sizes, real.strides) == (imaginary.sizes, imaginary.strides)
+    if views[0] is None or views[0] != views[1] or not are_alike:
+        return None
+    found, offset = views[0]
+    matches = zip(found, strides, strict=True)
+    if not all(stride is None or stride == want for stride, want in matches):
+        return None
+    return (real, imaginary), offset
+
+
+def _interleave(ctx: LoweringContext, node: Node, real: Tensor, imaginary: Tensor) -> Tensor:
+    """Both parts in one memory: all results that are views of them share it, as in eager mode."""
+    key = (real.name, imaginary.name)
+    if key not in ctx.pairs:
+        sizes = (*real.sizes, Index(2))
+        strides = (*(stride * 2 for stride in real.strides), indices.ONE)
+        axes = make_axes(sizes)
+        parts = tuple(load_tensor(tensor).broadcast_to(axes[:-1]) for tensor in (real, imaginary))
+        ctx.pairs[key] = _store_pairs(ctx, node, axes, parts, real.dtype.to_complex(), strides)
+    return ctx.pairs[key]
+
+
+def _store_pairs(
+    ctx: LoweringContext,
+    node: Node,
+    axes: Axes,
+    parts: tuple[Expression, ...],
+    dtype: torch.dtype,
+    strides: tuple[Index, ...],
+) -> Tensor:
     expression = make_masked((BoundsCheck(indices.from_atom(axes[-1]), indices.ONE),), *parts)
-    name, dtype = f"{node.name}_pairs", value.dtype.to_real()
-    value_in_memory = ctx.add_statement(
-        name, dtype, axes, expression, strides=strides, is_view_as_real=True
+    stored = ctx.add_statement(
+        f"{node.name}_pairs",
+        dtype.to_real(),
+        axes,
+        expression,
+        strides=strides,
+        is_view_as_real=True,
     )
-    load = value_in_memory.expression
+    load = stored.expression
     assert isinstance(load, Load), "a stored value is a load"
-    return Output(load.name, sizes, strides, is_full_buffer=True, is_view_as_real=True)
+    return ctx.tensors[load.name]
 
 
 def lower_cast(ctx: LoweringContext, node: Node, bound: dict[str, Any]) -> Any:

@@ -87,6 +87,7 @@ class LoweringContext:
         self.origin = ""  # the name of the op that is being lowered
         self.current_node: torch.fx.Node | None = None
         self.producers: dict[str, torch.fx.Node | None] = {}  # the node of each statement
+        self.pairs: dict[tuple[str, str], Tensor] = {}  # both parts of complex results, interleaved
         self.num_random_streams = 0
         self.complex_part: str | None = None  # "real" or "imaginary" while a part is lowered
 

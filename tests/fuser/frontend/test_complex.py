@@ -334,3 +334,27 @@ def test_bytes_as_another_dtype(function):
     """`view(dtype)` of complex numbers is torch's: their parts are not what it counts in."""
     z = torch.randn(3, 4, dtype=torch.complex64)
     torch.testing.assert_close(fulgurite.compile(function)(z), function(z))
+
+
+def rows_and_all(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return z[:, z.shape[1] // 2 :], z
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: rows_and_all(torch.complex(x, x + 1)),
+        lambda x: rows_and_all(torch.complex(x, x + 1).roll(1, -1))[::-1],
+        lambda x: rows_and_all(torch.complex(x, x + 1).conj()),
+    ],
+)
+def test_results_that_are_views_of_another_result_with_dynamic_sizes(function):
+    """AOTAutograd takes the offset of a view from the compiled function's result."""
+    compiled = fulgurite.compile(function, dynamic=True)
+    for sizes in ((2, 6, 5), (3, 9, 4)):
+        x = torch.randn(sizes, requires_grad=True)
+        found, expected = compiled(x), function(x)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.storage_offset() == theirs.storage_offset()
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
