@@ -12,7 +12,6 @@ the graph's other inputs.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -29,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.metadata import use_fake_mode
 from fulgurite.trace.node_meta import fake_value, set_fake_value
+from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.traced_sizes import OPERATIONS, TracedSizes
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def remove_tangents(
     module: fx.GraphModule, num_tangents: int, missing: Sequence[int]
 ) -> fx.GraphModule:
     """A copy of a backward graph without these tangents: they are zero."""
-    module = copy.deepcopy(module)
+    module = copy_module(module)
     if not missing:
         return module
     graph = module.graph

@@ -112,6 +112,20 @@ def test_zeros_of_one_layout_are_made_once():
         torch.testing.assert_close(result, total.hypot(value))
 
 
+def test_constants_of_the_graph_are_shared():
+    """With symbolic sizes, backward is built during capture, where tensors can't be copied."""
+    graph, mode, constant = fx.Graph(), FakeTensorMode(), torch.eye(3)
+    read, tangent = graph.get_attr("constant"), graph.placeholder("tangent")
+    result = graph.call_function(torch.ops.aten.mm.default, (tangent, read))
+    for node in (read, tangent, result):
+        set_fake_value(node, mode.from_tensor(constant))
+    graph.output((result,))
+    module = fx.GraphModule({"constant": constant}, graph)
+    with mode:
+        found = remove_tangents(module, 1, ())
+    assert found.constant is module.constant
+
+
 def test_double_backward_and_batched_gradients(entry):
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sin(), x.exp() * 2
