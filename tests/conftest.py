@@ -89,8 +89,14 @@ def _fresh() -> Iterator[None]:
     numpy.random.seed(0)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    before = _read_settings()
+    before, log = _read_settings(), logging.getLogger("fulgurite")
+    handlers, level, propagate = [*log.handlers], log.level, log.propagate
     yield
+    log.handlers[:], log.propagate = (
+        handlers,
+        propagate,
+    )  # one may print to what the test has captured
+    log.setLevel(level)
     for name in _read_settings().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

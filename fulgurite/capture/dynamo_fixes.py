@@ -127,6 +127,7 @@ MIRRORED = {
 }
 SUM = 2  # a `reduction` of losses
 TO_ARRAY = (np.array, np.asarray, np.asanyarray, np.ascontiguousarray)
+NOT_USERS = sys.stdlib_module_names | {"torch"}  # packages
 _installed = False
 
 
@@ -484,9 +485,9 @@ def _trace_instance_check(original: Callable[..., Any]) -> Callable[..., Any]:
         arg = arg.realize()
         kind = kind_variable.as_python_constant() if kind_variable.is_python_constant() else None
         check = type(kind).__dict__.get("__instancecheck__")
-        is_users = (
-            isinstance(check, FunctionType) and check.__module__ not in sys.stdlib_module_names
-        )
+        package = getattr(check, "__module__", "").partition(".")[0]
+        # torch's own (of nn.Parameter) does what TorchDynamo assumes, and can't be traced
+        is_users = isinstance(check, FunctionType) and package not in NOT_USERS
         if not is_users or not isinstance(arg, UserDefinedObjectVariable):
             return original(self, tx, arg, kind_variable)
         if arg.value_type is kind:  # Python does not ask the metaclass

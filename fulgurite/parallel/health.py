@@ -381,12 +381,12 @@ class HealthMonitor:
                 "hosts, such as eth0; set them on all hosts if a host's name leads to 127.0.0.1 or "
                 "127.0.1.1, and open the ports between the hosts"
             )
+        elif left:  # those that failed may have waited for it, too
+            text = f"{_format_ranks(left, 'left')} while others waited in '{label}'"
+            next = "all ranks must make the same calls in the same order, also without tokens"
         elif failed:
             text = f"'{label}' can't finish: {_format_ranks(failed, 'failed')} before"
             next = f"see the error of {_name_ranks(failed)}: it is the cause, or names it"
-        elif left:
-            text = f"{_format_ranks(left, 'left')} while others waited in '{label}'"
-            next = "all ranks must make the same calls in the same order, also without tokens"
         else:
             text = f"'{label}' failed, but all {self.world_size} ranks are alive"
             next = "see the first error of all ranks: it is the cause"
@@ -396,7 +396,7 @@ class HealthMonitor:
             reason=str(error).splitlines()[0][:200] if str(error) else None,
             stack=stack,
             next=next,
-            ranks=tuple(gone or stopped or behind or failed or left),
+            ranks=tuple(gone or stopped or behind or left or failed),
         )
 
     def _request_stacks(self, ranks: Iterable[int]) -> str | None:

@@ -481,6 +481,21 @@ def test_random_numbers_of_numpy_are_those_of_its_generator():
         assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
 
+def test_modules_take_attributes_of_any_class():
+    """`nn.Module.__setattr__` asks the metaclass of `nn.Parameter`, which can't be traced."""
+
+    class Observer:
+        pass
+
+    def f(module, x):
+        module.observer = Observer()
+        return module(x)
+
+    layer, x = torch.nn.Linear(2, 3), torch.ones(2)
+    assert torch.equal(fulgurite.compile(f, fullgraph=True)(layer, x), layer(x))
+    assert isinstance(layer.observer, Observer)
+
+
 def test_isinstance_asks_the_metaclass_for_each_object():
     class Large(type):
         def __instancecheck__(cls, value):
