@@ -54,6 +54,13 @@ from fulgurite.session import Session
 from fulgurite.trace import Kind, Trace
 from fulgurite.transforms.remat import Remat
 
+# `torch.compile(mode=...)` in our options
+TORCH_COMPILE_MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"cudagraph": True},
+    "max-autotune": {"autotune": True, "cudagraph": True},
+    "max-autotune-no-cudagraphs": {"autotune": True, "cudagraph": False},
+}
 _active_recordings: list[list[Compiled]] = []
 
 
@@ -385,7 +392,13 @@ def backend(
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """The TorchDynamo backend of `torch.compile(model, backend="fulgurite", options={...})`."""
-    requested = {**(options or {}), **kwargs}
+    mode = kwargs.pop("mode", "default")
+    if mode not in TORCH_COMPILE_MODES:
+        raise ArgumentError(
+            f"mode={mode!r} is no mode of backend='fulgurite'",
+            next=f"one of {', '.join(map(repr, TORCH_COMPILE_MODES))}, or options={{...}}",
+        )
+    requested = {**TORCH_COMPILE_MODES[mode], **(options or {}), **kwargs}
     allowed = inspect.signature(make_options).parameters
     unknown = [name for name in requested if name not in allowed]
     if unknown:

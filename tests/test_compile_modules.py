@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fulgurite
+from fulgurite.compile import backend
+from fulgurite.errors import ArgumentError
 
 
 class Small(nn.Module):
@@ -142,3 +144,17 @@ def test_torch_compile_backend():
     assert torch.allclose(torch.compile(model, backend="fulgurite")(x), model(x))
     options = {"remat": "none", "executors": ["torch"]}
     assert torch.allclose(torch.compile(model, backend="fulgurite", options=options)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
+def test_modes_of_torch_compile(mode):
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="fulgurite", mode=mode)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_unknown_modes_list_what_is_allowed():
+    with pytest.raises(ArgumentError, match="'max-autotune'"):
+        backend(fx.symbolic_trace(nn.Identity()), [torch.ones(2)], mode="fastest")

@@ -2,7 +2,8 @@
 
 In: a module, and the function to call instead of its forward. Out: an instance of a subclass of the
 module's class that shares the module's `__dict__`: the same parameters, buffers, hooks, submodules,
-`state_dict`, `train()`/`eval()`, `to()`, attributes and methods. Only `__call__` differs.
+`state_dict`, `train()`/`eval()`, `to()`, attributes and methods. Only `__call__` differs. New objects of that
+subclass, as `type(self)(...)` in a method makes them, are objects of the original's class: they are not compiled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ class RunsCompiled(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class MakesOriginals(type):
+    """The metaclass of compiled classes: one compiled class belongs to one object."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        original = vars(cls).get("_fulgurite_original")
+        return (
+            super().__call__(*args, **kwargs)
+            if original is None
+            else type(original)(*args, **kwargs)
+        )
+
+
 class CompiledModule(nn.Module):
     """A mixin before the user's class. `wrap_module` sets the class attributes on a subclass per object."""
 
@@ -32,6 +45,12 @@ class CompiledModule(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Don't tell the user's class of a new subclass: it may keep a list of them, or need arguments."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Also without `__init__`: torch.nn.parallel copies a module's `__dict__` to a new object."""
+        original = type(cls._fulgurite_original)
+        make: Any = original.__new__
+        return make(original) if make is object.__new__ else make(original, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside another capture: behave like the original module
@@ -83,7 +102,9 @@ def wrap_module(
         "_fulgurite_recompile": staticmethod(recompile),
         **free,
     }
-    derived = type(original.__name__, (CompiledModule, original), namespace)
+    bases = (CompiledModule, original)
+    metaclass: Any = type("MakesOriginals", (MakesOriginals, type(original)), {})
+    derived = metaclass(original.__name__, bases, namespace)
     wrapped: Any = object.__new__(derived)
     object.__setattr__(wrapped, "__dict__", module.__dict__)  # the class may have a __setattr__
     return wrapped

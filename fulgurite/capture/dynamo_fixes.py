@@ -45,6 +45,7 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - `isinstance` calls the `__instancecheck__` of a metaclass at each capture of an object whose attributes it reads,
   with guards on them.
 - `5 in (n, m)`, `n in range(5)` and `values.pop(n)` with integers that became symbols take their values.
+- A lazy module whose first input has symbolic sizes gets the numbers that its parameters and attributes need.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -68,7 +69,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
 from torch._dynamo import exc, polyfills, symbolic_convert, utils
-from torch._dynamo.variables import builder, builtin, lists, misc
+from torch._dynamo.variables import builder, builtin, lists, misc, nn_module
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import (
@@ -86,6 +87,7 @@ from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
     guard_or_false,
 )
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fulgurite.capture import (
     autograd_functions,
@@ -126,6 +128,11 @@ MIRRORED = {
     operator.ge: operator.le,
 }
 SUM = 2  # a `reduction` of losses
+NUMBERS: dict[type, Callable[[Any], Any]] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
 TO_ARRAY = (np.array, np.asarray, np.asanyarray, np.ascontiguousarray)
 NOT_USERS = sys.stdlib_module_names | {"torch"}  # packages
 _installed = False
@@ -174,6 +181,9 @@ def install() -> None:
     _replace(lists.CommonListMethodsVariable, "call_method", _pop)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
+    for kind in (UninitializedParameter, UninitializedBuffer):
+        _replace(kind, "materialize", _materialize_by_numbers)
+    _replace(nn_module, "initialize_lazy_module", _specialize_attributes)
     autograd_functions.install()
     failed_functions.install()
     python_numbers.install()
@@ -550,3 +560,25 @@ def _specialize(variable: Any) -> Any:
     if isinstance(variable, SymNodeVariable):
         return ConstantVariable.create(variable.evaluate_expr())
     return variable
+
+
+def _materialize_by_numbers(original: Callable[..., None]) -> Callable[..., None]:
+    def materialize(self: Any, shape: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(shape, Iterable):
+            shape = tuple(int(size) for size in shape)
+        original(self, int(shape) if isinstance(shape, torch.SymInt) else shape, *args, **kwargs)
+
+    return materialize
+
+
+def _specialize_attributes(original: Callable[..., None]) -> Callable[..., None]:
+    """Attributes of the user's module, such as `in_features`, outlive the capture and its symbols."""
+
+    def initialize(tx: Any, module: torch.nn.Module, args: list[Any], kwargs: Any) -> None:
+        original(tx, module, args, kwargs)
+        for name, value in vars(module).items():
+            for kind, convert in NUMBERS.items():
+                if isinstance(value, kind):
+                    setattr(module, name, convert(value))
+
+    return initialize

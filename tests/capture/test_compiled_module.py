@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from typing import ClassVar
 
@@ -32,6 +33,52 @@ def test_hooks_and_an_overridden_call():
     torch.testing.assert_close(compiled(x, factor=5), plain * 5)
     compiled.register_forward_hook(lambda module, inputs, output: output * 0)
     assert fulgurite.compile(compiled)(x).abs().sum() == 0
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x):
+        return x * self.factor
+
+    def double(self):
+        return type(self)(self.factor.item() * 2)
+
+    @classmethod
+    def of(cls, factor):
+        return cls(factor)
+
+
+class AbstractScale(Scale, abc.ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Scale, AbstractScale])
+def test_new_objects_of_the_class_are_not_the_compiled_object(kind):
+    compiled, x = fulgurite.compile(kind(3.0)), torch.ones(2)
+    assert torch.equal(compiled(x), x * 3)
+    replica = compiled._replicate_for_data_parallel()
+    replica.factor = torch.tensor(7.0)
+    made = {compiled.double(): 6, compiled.__class__(4.0): 4, compiled.of(5.0): 5, replica: 7}
+    assert len(made) == 4 and compiled not in made
+    for module, factor in made.items():
+        assert type(module) is kind
+        assert torch.equal(module(x), x * factor)
+        assert torch.equal(fulgurite.compile(module)(x), x * factor)
+    assert isinstance(compiled, kind) and torch.equal(compiled(x), x * 3)
+
+
+@pytest.mark.parametrize("granularity", ["auto", "model"])
+def test_parts_of_a_compiled_container(granularity):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+    compiled, x = fulgurite.compile(model, granularity=granularity), torch.randn(2, 3)
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(compiled[:2](x), model[1](model[0](x)))
+    torch.testing.assert_close((compiled + nn.Sequential(nn.ReLU()))(x), model(x).relu())
+    torch.testing.assert_close((compiled * 2)(x), model(model(x)))
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_a_class_is_not_told_of_the_compiled_class():

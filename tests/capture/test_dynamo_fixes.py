@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -514,3 +515,24 @@ def test_isinstance_asks_the_metaclass_for_each_object():
     compiled, x = fulgurite.compile(f, fullgraph=True), torch.ones(2)
     for item in (Item(0), Item(2), Item(1), Item(5), IsLarge()):
         assert torch.equal(compiled(x, item), f(x, item))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.LazyLinear(4), (2, 3, 5)),
+        (nn.LazyBatchNorm1d, (2, 3, 5)),
+        (lambda: nn.LazyConv2d(4, 3), (2, 3, 6, 7)),
+        (lambda: nn.LazyConvTranspose1d(4, 3), (2, 3, 6)),
+    ],
+)
+def test_lazy_modules_whose_first_input_has_symbolic_sizes(make, shape):
+    module = make()
+    compiled = fulgurite.compile(nn.Sequential(module), dynamic=True, fullgraph=True)
+    for batch in (2, 5):
+        x = torch.rand(batch, *shape[1:])
+        found = compiled(x)
+        torch.testing.assert_close(found, module(x))
+    assert len(compiled.graphs) == 1
+    assert not any(isinstance(value, torch.SymInt) for value in vars(module).values())
+    repr(module), copy.deepcopy(module)
