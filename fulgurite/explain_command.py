@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fulgurite.compile import compile
 from fulgurite.errors import ArgumentError
 from fulgurite.explain import Explanation
-from fulgurite.explain_target import load_example, run_script
+from fulgurite.explain_target import Example, load_example, run_script
 from fulgurite.models import tiny
 from fulgurite.report.html import write_html
 
@@ -36,15 +37,20 @@ def run_explain(options: argparse.Namespace) -> None:
         for number, compiled in enumerate(run_script(options.target)):
             _print_explanation(compiled.explain(), options, compiled, number)
         return
-    function, inputs = load_example(options.target) if options.target else tiny.build_example()
+    example = load_example(options.target) if options.target else Example(*tiny.build_example())
     choices: dict[str, Any] = {"granularity": options.granularity, "remat": options.remat}
     if options.executors:
         choices["executors"] = options.executors.split(",")
-    compiled = compile(function, **choices)
-    result = compiled(*inputs)
-    if isinstance(result, torch.Tensor) and result.requires_grad:
-        result.sum().backward()
-    _print_explanation(compiled.explain(*inputs), options, compiled)
+    compiled = compile(example.function, **choices)
+    _run_backward(compiled(*example.args, **example.kwargs))
+    _print_explanation(compiled.explain(*example.args, **example.kwargs), options, compiled)
+
+
+def _run_backward(result: Any) -> None:
+    """Compile the backward graph: of the first result that requires a gradient, such as a loss."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return leaf.sum().backward()
 
 
 def _print_explanation(

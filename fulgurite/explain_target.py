@@ -3,9 +3,10 @@
 In: `package.module:name`, `file.py:name`, or `script.py`. Out: a callable with example inputs, or the
 functions that a script compiled while it ran.
 
-Example inputs come from the first of these that exists: a function `name_inputs()` or `example_inputs()`
-in the same module, which returns a tuple of arguments; `name` itself, if it takes no arguments and
-returns `(function, arguments)`; hints on the parameters such as `x: "f32[4, 8]"`.
+`name` may be a function without parameters that returns a module, or `(function, inputs)`. Example inputs
+come from the first of these that exists: that pair; a function `name_inputs()` or `example_inputs()` in the
+same module; hints on the parameters such as `x: "f32[4, 8]"`. Inputs are a tuple or list of arguments, a
+dict of keyword arguments, or one argument.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +30,16 @@ from fulgurite.compile import Compiled, record_compilations
 from fulgurite.errors import ArgumentError
 from fulgurite.trace.describe import DTYPE_NAMES
 
-Example = tuple[Callable[..., Any], tuple[Any, ...]]
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A callable with the arguments of one call."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def load_example(target: str) -> Example:
@@ -53,23 +63,42 @@ def load_example(target: str) -> Example:
             f"{location} has no callable {name!r}",
             next=f"one of {', '.join(sorted(known)[:20])}",
         )
-    for helper in (f"{name}_inputs", "example_inputs"):
-        if hasattr(module, helper):
-            return found, tuple(getattr(module, helper)())
-    parameters = _required_parameters(found)
-    if parameters == []:
+    make_inputs = getattr(module, f"{name}_inputs", getattr(module, "example_inputs", None))
+    if _is_factory(found, has_inputs=make_inputs is not None):
         result = found()
         if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
-            return result[0], tuple(result[1])
-        return found, ()
+            return _example(*result)
+        if not isinstance(result, nn.Module):
+            return Example(found)
+        found = result
+    if make_inputs is not None:
+        return _example(found, make_inputs())
+    parameters = _required_parameters(found)
+    if parameters == []:
+        return Example(found)
     hints = [_tensor_from_hint(parameter.annotation) for parameter in parameters or ()]
     if hints and all(hint is not None for hint in hints):
-        return found, tuple(hints)
+        return Example(found, tuple(hints))
     raise ArgumentError(
         f"no example inputs for {target}",
         next=f"add `def {name}_inputs(): return (torch.randn(4, 8),)` to its module, or hints such as "
         'x: "f32[4, 8]" on its parameters',
     )
+
+
+def _is_factory(found: Callable[..., Any], has_inputs: bool) -> bool:
+    """Whether a call without arguments tells what to explain. With inputs, only if it takes none."""
+    if isinstance(found, nn.Module):
+        return False
+    return _required_parameters(found) == [] and not (
+        has_inputs and inspect.signature(found).parameters
+    )
+
+
+def _example(function: Callable[..., Any], inputs: Any) -> Example:
+    if isinstance(inputs, Mapping):
+        return Example(function, kwargs=dict(inputs))
+    return Example(function, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,))
 
 
 def _required_parameters(found: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -42,6 +42,28 @@ CODE = """
 
     class Kind(torch.nn.Module):
         pass
+
+    class Halve(torch.nn.Module):
+        def forward(self, x, scale=1.0):
+            return {"half": x * 0.5 * scale}
+
+    def halve():
+        return Halve()
+
+    def halve_inputs():
+        return torch.ones(5, 2)  # one tensor, no tuple
+
+    def halve_more():
+        return Halve()
+
+    def halve_more_inputs():
+        return {"x": torch.ones(6, requires_grad=True), "scale": 3.0}
+
+    def default(x=None):
+        return torch.ones(2) if x is None else torch.tan(x)
+
+    def default_inputs():
+        return [torch.ones(4)]
 """
 
 
@@ -72,6 +94,9 @@ def test_explain_without_arguments_shows_the_built_in_transformer(capsys, tmp_pa
         ("cli_example:plain", "torch.sin(x)"),
         ("cli_example:builds", 'x: "f32[2, 2]"'),
         ("cli_example:constant", "def forward():"),
+        ("cli_example:halve", 'x: "f32[5, 2]"'),
+        ("cli_example:halve_more", "  backward "),
+        ("cli_example:default", "torch.tan(x)"),
         ("cli_example:optional", 'x: "f32[3]"'),
         ("pytest.py:scale", "torch.mul(x, y)"),  # not the module called pytest
     ],
@@ -105,7 +130,7 @@ def test_a_file_with_dots_in_its_name(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["explain", "cli_example:missing"], "one of builds, constant, lonely, optional, plain"),
+        (["explain", "cli_example:missing"], "one of builds, constant, default, default_inputs, halve, halve_inputs"),
         (["explain", "cli_example:lonely"], "lonely_inputs"),
         (["explain", "torch:sin"], "no example inputs for torch:sin"),
         (["explain", "no_such_module:f"], "can't be imported"),
