@@ -387,18 +387,22 @@ def _decision_lines(decisions: Sequence[Decision]) -> list[str]:
 
 
 def _kernel_lines(kernels: Sequence[KernelSummary]) -> list[str]:
-    """The table of generated kernels. Equal kernels (of repeated layers) share a line with a count."""
+    """The table of generated kernels. Equal kernels (of repeated layers) share a line with a count.
+
+    The region is the number in its name in the final trace, of the first of equal kernels.
+    """
     if not kernels:
         return []
     has_times = any(summary.seconds is not None for summary in kernels)
-    head = ["kernel", "ops", "bytes", "predicted"]
+    head = ["kernel", "region", "ops", "bytes", "predicted"]
     head += ["measured", "roofline"] if has_times else []
     rows = [[*head, "fusion boundary"]]
     for summary, count in group_equal_kernels(kernels):
-        kernel = summary.kernel
+        made = summary.kernel
         name = f"{summary.name} ×{count}" if count > 1 else summary.name
-        predicted = format_seconds(kernel.predicted_seconds)
-        row = [name, str(len(kernel.ops)), format_bytes(kernel.bytes_moved), predicted]
+        predicted = format_seconds(made.predicted_seconds)
+        row = [name, summary.call.rpartition("_")[2], str(len(made.ops))]
+        row += [format_bytes(made.bytes_moved), predicted]
         if has_times:
             row += [format_seconds(summary.seconds or 0.0), format_roofline_fraction(summary)]
         rows.append([*row, summary.reason])

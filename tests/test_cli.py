@@ -130,7 +130,10 @@ def test_a_file_with_dots_in_its_name(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["explain", "cli_example:missing"], "one of builds, constant, default, default_inputs, halve, halve_inputs"),
+        (
+            ["explain", "cli_example:missing"],
+            "one of builds, constant, default, default_inputs, halve, halve_inputs",
+        ),
         (["explain", "cli_example:lonely"], "lonely_inputs"),
         (["explain", "torch:sin"], "no example inputs for torch:sin"),
         (["explain", "no_such_module:f"], "can't be imported"),

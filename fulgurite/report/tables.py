@@ -134,7 +134,8 @@ def make_kernels_list(summary: CompiledGraphSummary) -> Markup | str:
     """Generated kernels: bytes moved and why each ends; schedule and source are collapsed."""
     if not summary.kernels:
         return ""
-    columns = [Column("kernel"), Column("ops"), Column("bytes", True), Column("predicted", True)]
+    columns = [Column("region"), Column("kernel"), Column("ops")]
+    columns += [Column("bytes", True), Column("predicted", True)]
     measured = any(kernel.seconds is not None for kernel in summary.kernels)
     columns += [Column("measured", True), Column("roofline", True)] if measured else []
     rows, sources = [], []
@@ -142,6 +143,7 @@ def make_kernels_list(summary: CompiledGraphSummary) -> Markup | str:
         made = kernel.kernel
         name = f"{kernel.name} ×{count}" if count > 1 else kernel.name
         row = [
+            kernel.call,
             name,
             _ops_text(made),
             format_bytes(made.bytes_moved),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import FunctionType
 
 import pytest
@@ -92,6 +93,8 @@ def test_regions_are_named_by_their_ops_and_listed_with_kernels():
     (kernel,) = explanation.graphs[0].compiled_graphs[0].kernels
     assert kernel.call == "layer_norm_0" and kernel.reason.startswith("mm needs")
     assert "fusion boundary" in str(explanation) and "measured" not in str(explanation)
+    assert re.search(r"kernel +region +ops", str(explanation))
+    assert re.search(r"layer_norm_0 +0 ", str(explanation))
     timed = explanation.with_measured_kernels()
     assert "measured" in str(timed) and timed.graphs[0].compiled_graphs[0].kernels[0].seconds > 0
 
