@@ -268,3 +268,9 @@ def test_a_storage_that_refuses_a_file_is_no_traceback(monkeypatch, capsys):
     assert main(["env"]) == 1
     expected = "the output can't be written: File too large (out/model.safetensors)"
     assert expected in capsys.readouterr().err
+
+
+def test_a_suite_takes_its_own_options_only(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "host", "--clients", "3"])  # an option of `bench serve`
+    assert "unrecognized arguments: --clients 3" in capsys.readouterr().err

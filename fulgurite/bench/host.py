@@ -254,6 +254,10 @@ def measure_mesh(mesh: host_ranks.MeshCase, device: str, steps: int) -> list[Row
     ]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", metavar="NAME", help="cases with this text in their name")
+
+
 def run_host(options: argparse.Namespace) -> None:
     """Suite `host`."""
     torch.manual_seed(0)

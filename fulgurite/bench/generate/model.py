@@ -61,14 +61,13 @@ Row = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench generate --model`; `--mode` is shared with the suite `zoo`."""
-    group = parser.add_argument_group(
-        "suite generate with --model", f"--mode: one or more of {','.join(MODES)}"
-    )
+    """The options of `bench generate --model`."""
+    group = parser.add_argument_group("one model")
     group.add_argument("--model", metavar="NAME", help="preset (random weights), folder or file")
     group.add_argument(
         "--format", metavar="NAME", help=f"of a preset: bf16 (default), {', '.join(SCHEMES)}"
     )
+    group.add_argument("--mode", metavar="NAMES", help=f"one or more of {','.join(MODES)}")
     group.add_argument("--first-layers", type=int, metavar="N", help="of a preset: no others")
     for name in ("tensor", "expert", "pipeline", "context-parallel"):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{name} ranks")

@@ -67,28 +67,26 @@ Found = dict[tuple[str, str], list[Row]]  # (load, candidate) → a row a repeat
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "suite serve", "also --model NAME, and --requests N: of each load"
-    )
-    group.add_argument("--url", help="measure this server (default: start fulgurite serve)")
-    group.add_argument("--api-key", metavar="KEY", help="sent to the server of --url")
-    group.add_argument("--mock", action="store_true", help="an engine without a model")
-    group.add_argument(
+    parser.add_argument("--model", metavar="NAME", help=f"name, folder or file (default: {MODEL})")
+    parser.add_argument("--url", help="measure this server (default: start fulgurite serve)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent to the server of --url")
+    parser.add_argument("--mock", action="store_true", help="an engine without a model")
+    parser.add_argument(
         "--idle-streams", type=int, metavar="N", help="memory of the server with N open streams"
     )
-    group.add_argument("--engine-only", action="store_true", help="compare with an LLM alone")
-    group.add_argument(
+    parser.add_argument("--engine-only", action="store_true", help="compare with an LLM alone")
+    parser.add_argument(
         "--llama-cpp",
         nargs="?",
         const="",
         metavar="PATH",
         help="compare with llama-server (default: LLAMA_SERVER, or on the PATH)",
     )
-    group.add_argument("--routing", action="store_true", help="compare routings of replicas")
-    group.add_argument(
+    parser.add_argument("--routing", action="store_true", help="compare routings of replicas")
+    parser.add_argument(
         "--replicas", type=int, default=2, metavar="N", help="of --routing (default: 2)"
     )
-    group.add_argument(
+    parser.add_argument(
         "--cache-share",
         type=float,
         default=CACHE_SHARE,
@@ -96,34 +94,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of --routing: the part of all prefixes that a replica's KV cache holds "
         f"(default: {CACHE_SHARE}; 0: as much as fits in memory)",
     )
-    group.add_argument("--workload", metavar="NAME", help=f"one of {', '.join(MAKERS)}")
-    group.add_argument("--api", choices=["completions", "chat"], default="completions")
-    group.add_argument("--no-stream", action="store_true", help="replies in one piece")
-    group.add_argument("--prompt-tokens", metavar="N", help="or A:B, drawn evenly")
-    group.add_argument("--output-tokens", metavar="N", help="or A:B, drawn evenly")
+    parser.add_argument("--workload", metavar="NAME", help=f"one of {', '.join(MAKERS)}")
+    parser.add_argument("--api", choices=["completions", "chat"], default="completions")
+    parser.add_argument("--no-stream", action="store_true", help="replies in one piece")
+    parser.add_argument("--prompt-tokens", metavar="N", help="or A:B, drawn evenly")
+    parser.add_argument("--output-tokens", metavar="N", help="or A:B, drawn evenly")
     for name, default, text in (
         ("prefix-tokens", 1024, "of shared-prefix: tokens of a prefix"),
         ("turns", 4, "of multi-turn: requests of a conversation"),
         ("seed", 0, "of the workload"),
     ):
-        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    group.add_argument(
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument(
         "--groups",
         type=int,
         metavar="N",
         help=f"of shared-prefix: number of prefixes ({GROUPS}; of --routing {ROUTING_GROUPS})",
     )
-    group.add_argument("--clients", metavar="N,N", help=f"closed loops (default: {CLIENTS})")
-    group.add_argument("--rate", metavar="X,X", help="open loops: conversations a second (Poisson)")
-    group.add_argument("--repeats", type=int, metavar="N", help=f"default: {REPEATS}")
-    group.add_argument(
+    parser.add_argument("--clients", metavar="N,N", help=f"closed loops (default: {CLIENTS})")
+    parser.add_argument(
+        "--rate", metavar="X,X", help="open loops: conversations a second (Poisson)"
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="of each load")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"default: {REPEATS}")
+    parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of ttft, tpot and e2e"
     )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request")
-    group.add_argument("--threads", type=int, metavar="N", help="of each engine on a CPU")
-    group.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
-    group.add_argument("--server-args", default="", metavar="TEXT", help="for fulgurite serve")
-    group.add_argument(
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each engine on a CPU")
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument("--server-args", default="", metavar="TEXT", help="for fulgurite serve")
+    parser.add_argument(
         "--extra-body", default="{}", metavar="JSON", help="fields of each request; null: none"
     )
 

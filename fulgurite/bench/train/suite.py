@@ -76,10 +76,12 @@ CONFIG = TrainConfig(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "suite train", "also --only NAME: of a workload, stall or twin; adds to the file of the day"
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        help="workloads with this text in their name, stall or twin; adds to the file of the day",
     )
-    group.add_argument(
+    parser.add_argument(
         "--candidates",
         metavar="NAMES",
         default=",".join(CANDIDATES),

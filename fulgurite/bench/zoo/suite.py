@@ -33,45 +33,44 @@ MEMORY_LIMIT = 12 << 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("suite zoo")
-    group.add_argument(
+    parser.add_argument(
         "--only",
         metavar="PATTERN",
-        help="models whose package/name or family matches; train and host: cases with this text",
+        help="models whose package/name or family matches",
     )
-    group.add_argument("--shard", metavar="I/N", help="every N-th model, from the I-th")
-    group.add_argument("--resume", action="store_true", help="keep passed rows of the output file")
-    group.add_argument("--mode", metavar="MODE", help=f"only one of {', '.join(MODES)}")
-    group.add_argument("--size", choices=list(SIZES), default="small", help="of the models")
-    group.add_argument(
+    parser.add_argument("--shard", metavar="I/N", help="every N-th model, from the I-th")
+    parser.add_argument("--resume", action="store_true", help="keep passed rows of the output file")
+    parser.add_argument("--mode", metavar="MODE", help=f"only one of {', '.join(MODES)}")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="of the models")
+    parser.add_argument(
         "--batch", type=int, action="append", metavar="N", help="batch size; may be repeated"
     )
-    group.add_argument(
+    parser.add_argument(
         "--layers", type=int, metavar="N", help="at most, of transformers models (default: 12)"
     )
-    group.add_argument(
+    parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="default: float32; bfloat16 at the default size"
     )
-    group.add_argument(
+    parser.add_argument(
         "--compare", action="append", default=[], choices=list(COMPILERS), help="time it as well"
     )
-    group.add_argument(
+    parser.add_argument(
         "--check-only", action="store_true", help="compare results, time nothing but first calls"
     )
-    group.add_argument(
+    parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes; each times alone"
     )
-    group.add_argument(
+    parser.add_argument(
         "--time-limit", type=float, default=300.0, metavar="S", help="seconds for a model and mode"
     )
-    group.add_argument(
+    parser.add_argument(
         "--timing-budget", type=float, default=1.0, metavar="S", help="seconds for a candidate"
     )
-    group.add_argument(
+    parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="S", help="stop after so many seconds"
     )
-    group.add_argument("--print-json", action="store_true", help="print each row as a JSON line")
-    group.add_argument(
+    parser.add_argument("--print-json", action="store_true", help="print each row as a JSON line")
+    parser.add_argument(
         "--merge", metavar="FILE", nargs="+", help="only add rows printed by --print-json"
     )
 
