@@ -28,8 +28,9 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - Elementwise ops of tensors that are contiguous and channels-last, as with one channel, give contiguous ones.
   The FakeTensor rule went by the strides of dimensions of size 1, and a later `cat` was channels-last.
 - `torch._foreach_lerp_` writes its tensors one after another (`foreach.py`).
-- An output that is a view of an input is rebuilt by its size, strides and offset if the graph writes to memory
-  that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole.
+- An output that is an input or a view of one is rebuilt by its size, strides and offset if the graph writes to
+  memory that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole, and
+  before torch 2.13 it returned that whole for the input itself.
 - Ops of a tensor subclass without `__torch_dispatch__` run in the first call of a graph, too. The mode in
   which AOTAutograd looks at custom ops there refused them.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
@@ -68,10 +69,11 @@ import torch._prims_common
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
-from torch._dynamo import exc, polyfills, symbolic_convert, utils
+from torch._dynamo import exc, polyfills, symbolic_convert, trace_rules, utils
 from torch._dynamo.variables import builder, builtin, lists, misc, nn_module
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.tensor import (
     NumpyNdarrayVariable,
     SymNodeVariable,
@@ -79,6 +81,7 @@ from torch._dynamo.variables.tensor import (
 )
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false, is_cpu_scalar_tensor
@@ -174,6 +177,11 @@ def install() -> None:
         op = getattr(torch.ops.aten, name + "_backward").default
         decomposition_table[op] = _sum_of_no_elements(decomposition_table[op])
         register_op_impl(op)(_fake_by_decomposition)
+    # before torch 2.13; like `pack_padded_sequence` it has no FakeTensor rule: its sizes are values
+    trace_rules.manual_torch_name_rule_map.setdefault(
+        "torch.nn.utils.rnn.pad_packed_sequence", SkipFunctionVariable
+    )
+    trace_rules.clear_lru_cache()
     _replace(misc.NumpyVariable, "call_function", _break_at_functions_of_tensors)
     _replace(misc.RandomVariable, "call_method", _break_at_generator)
     _replace(builtin.BuiltinVariable, "call_isinstance", _trace_instance_check)
@@ -244,16 +252,25 @@ def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[T
 def _rebuild_by_strides(original: Callable[..., Any]) -> Callable[..., Any]:
     """`original` returns the metadata of a graph in which inputs that share memory are one input."""
 
-    def create(metadata: Any, merged: Sequence[Any], *args: Any) -> Any:
-        created, *others = original(metadata, merged, *args)
+    def create(metadata: Any, merged: Sequence[Any], outer: Any, inner: Any, *args: Any) -> Any:
+        created, *others = original(metadata, merged, outer, inner, *args)
         for number, info in enumerate(metadata.output_info):
-            is_merged = info.base_idx is not None and not isinstance(merged[info.base_idx], int)
-            if is_merged and getattr(info, "view_meta_sequence", None) is not None:
-                new = created.output_info[number]
-                created.output_info[number] = dataclasses.replace(new, view_meta_sequence=None)
+            if info.base_idx is None or isinstance(merged[info.base_idx], int):
+                continue
+            new, base = created.output_info[number], inner[merged[info.base_idx][0]]
+            kind = new.output_type
+            if kind == OutputType.is_input and not _is_same_view(outer[info.base_idx], base):
+                kind = OutputType.alias_of_input
+            new = dataclasses.replace(new, output_type=kind, view_meta_sequence=None)
+            created.output_info[number] = new
         return created, *others
 
     return create
+
+
+def _is_same_view(x: Tensor, base: Tensor) -> bool:
+    has_same_elements = x.size() == base.size() and x.stride() == base.stride()
+    return x._base is None and has_same_elements and x.storage_offset() == base.storage_offset()
 
 
 def _run_plain_subclasses(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -295,6 +295,21 @@ def test_outputs_that_are_views_of_inputs_that_share_memory(views, dynamic):
         assert ours.untyped_storage().data_ptr() == memory.data_ptr()
 
 
+@pytest.mark.parametrize("end", [5, 8])
+def test_inputs_that_share_memory_are_outputs(end):
+    def write(x, y):
+        return x.mul_(2), y.add_(1), x[1]
+
+    def inputs():
+        memory = torch.arange(24.0).view(8, 3)
+        return memory[:end], memory[:5]
+
+    compiled, (x, y) = fulgurite.compile(write), inputs()
+    results = compiled(x, y)
+    torch.testing.assert_close((*results, x, y), (*write(*(eager := inputs())), *eager))
+    assert results[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_upsampling_of_an_empty_batch(mode, dims):
