@@ -10,9 +10,9 @@ import pytest
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
+from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS, KnownPrefixes, hash_prefixes
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.kv_transfer import CHUNKS_AHEAD, send_blocks
-from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS, KnownPrefixes, hash_prefixes
 from fulgurite.serve.http.router import Router
 from fulgurite.serve.remote.client import EngineError
 from fulgurite.serve.remote.messages import Progress
