@@ -26,6 +26,7 @@ ORDER: list[set[str]] = [
         "units",
         "option_values",
         "process_exit",
+        "running_clock",
     },
     {"config", "timing", "op"},
     {"logs"},

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 from fulgurite.errors import RankError
 from fulgurite.parallel import RankPool, health
 from fulgurite.parallel.health import (
+    NOT_STARTED,
     HealthMonitor,
     Heartbeat,
     RankTime,
@@ -27,6 +28,7 @@ from fulgurite.parallel.health import (
     find_first_exits,
 )
 from fulgurite.parallel.processes.workers import WorkerProcesses
+from fulgurite.running_clock import RunningClock
 from tests.parallel import health_cases as cases
 
 RUNNING = Heartbeat(4, 7, "tensor a|b", "running", True, 3, 0.25, 0.5)
@@ -118,6 +120,22 @@ def test_rank_that_has_failed_and_left_ends_the_wait_of_others(monitors):
         waiting.wait_for_ranks("start of the process group")
     assert time.monotonic() - start < 20 and caught.value.ranks == (1,)
     assert "see the error of rank 1" in str(caught.value)
+
+
+def test_a_rank_that_was_suspended_finds_the_others_alive(monitors):
+    """The others were suspended as well, and have no new heartbeat yet."""
+    seconds = 0.0
+    monitor = monitors[0]
+    monitor.close()  # its thread would look at the clock in between
+    monitor.clock = RunningClock(lambda: seconds)
+    heartbeats = {1: replace(NOT_STARTED, count=7)}
+    assert monitor._measure_silence(heartbeats) == {1: 0.0}
+    for _ in range(4):
+        seconds += 2.0
+        monitor.clock.now()
+    assert monitor._measure_silence(heartbeats) == {1: 8.0}
+    seconds += 3600.0
+    assert monitor._measure_silence(heartbeats) == {1: 8.0}
 
 
 def test_hosts_that_can_not_connect(monitors):
