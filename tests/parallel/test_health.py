@@ -27,9 +27,14 @@ from fulgurite.parallel.health import (
     compare_ranks,
     find_first_exits,
 )
-from fulgurite.parallel.processes.workers import WorkerProcesses
+from fulgurite.parallel.processes.workers import (
+    StartingProcess,
+    WorkerProcesses,
+    read_process_state,
+)
 from fulgurite.running_clock import RunningClock
 from tests.parallel import health_cases as cases
+from tests.waiting import wait_for
 
 RUNNING = Heartbeat(4, 7, "tensor a|b", "running", True, 3, 0.25, 0.5)
 
@@ -259,6 +264,36 @@ def test_worker_that_ends_is_reported_with_its_error():
         workers.close(0.0)
     workers.check()  # nothing is expected of closed workers
     assert dict(os.environ) == before
+
+
+def test_a_process_that_is_stopped_before_its_first_report() -> None:
+    """It is named soon: nothing but a signal from outside lets it go on."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    seconds = 0.0
+    try:
+        starting = StartingProcess(process)
+        starting.clock = RunningClock(lambda: seconds)
+        starting.started = starting.advanced = 0.0
+
+        def look(times: int) -> list[str | None]:
+            nonlocal seconds
+            found = []
+            for _ in range(times):
+                seconds += 1.0
+                found.append(starting.find_failure(timeout=60.0))
+            return found
+
+        wait_for(lambda: look(1) == [None] and read_process_state(process.pid)[0] == "S", 20.0)
+        assert look(20) == [None] * 20
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: read_process_state(process.pid)[0] == "T", 20.0)
+        starting.advanced = seconds
+        *before, last = look(11)
+        assert before == [None] * 10
+        assert last == "is stopped, and has not reported in 10 s"
+    finally:
+        process.kill()
+        process.wait()
 
 
 DRIVER = """
