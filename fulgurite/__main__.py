@@ -1,7 +1,5 @@
 """`python -m fulgurite` is the `fulgurite` command."""
 
-import sys
+from fulgurite.cli import run
 
-from fulgurite.cli import main
-
-sys.exit(main())
+run()

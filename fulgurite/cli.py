@@ -14,10 +14,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fulgurite.config import ENV_VARS
 from fulgurite.errors import FulguriteError
+from fulgurite.process_exit import run_program
 from fulgurite.version import VERSION
 
 # A storage that is full or refuses to be written; other errors may come from inputs.
@@ -273,5 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """The `fulgurite` command as a process."""
+    run_program(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -16,7 +16,18 @@ PACKAGE = Path(__file__).parent.parent / "fulgurite"
 
 # Packages and modules of the root. Entries of one set don't import each other.
 ORDER: list[set[str]] = [
-    {"version", "errors", "determinism", "files", "lazy", "lifeline", "units", "option_values"},
+    {
+        "version",
+        "errors",
+        "determinism",
+        "files",
+        "lazy",
+        "lifeline",
+        "units",
+        "option_values",
+        "process_exit",
+        "running_clock",
+    },
     {"config", "timing", "op"},
     {"logs"},
     {"cache"},

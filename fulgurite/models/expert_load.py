@@ -37,6 +37,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.moe import Router
 from fulgurite.models.pipeline_stage import OtherStageRouter
 from fulgurite.parallel.collectives import all_reduce, shard_range
+from fulgurite.parallel.experts.placement import NAME_MARK
 from fulgurite.parallel.mesh import Axis, Mesh
 
 SUFFIXES = (".json", ".npy", ".csv")  # that `parallel.placement.read_expert_load` reads
@@ -124,7 +125,7 @@ class ExpertLoadCounter:
 class ExpertLoadFile:
     """The file with the counts of all ranks.
 
-    `earlier`: what ranks have counted that are gone; this file goes on from there.
+    `earlier`: what ranks have counted that are gone; this file goes on from there. `model`: its name.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class ExpertLoadFile:
         path: Path,
         mesh: Mesh | None = None,
         earlier: Tensor | None = None,
+        model: str = "",
     ) -> None:
-        self.counter, self.path, self.mesh = counter, path, mesh
+        self.counter, self.path, self.mesh, self.model = counter, path, mesh, model
         self.earlier = self.total = earlier
 
     def collect(self) -> None:
@@ -147,7 +149,7 @@ class ExpertLoadFile:
         """Write what was collected. Only rank 0 does; ArgumentError if it can't."""
         assert self.total is not None, "`collect` comes first"
         if self.mesh is None or self.mesh.rank == 0:
-            save_expert_load(self.total, self.path)
+            save_expert_load(self.total, self.path, self.model)
 
 
 def check_load_path(path: Path) -> Path:
@@ -160,8 +162,9 @@ def check_load_path(path: Path) -> Path:
     return path
 
 
-def save_expert_load(load_LE: Tensor, path: Path) -> Path:
-    """Write the counts for `fulgurite plan --expert-load`, in the format of the file's suffix.
+def save_expert_load(load_LE: Tensor, path: Path, model: str = "") -> Path:
+    """Write the counts for `fulgurite plan --expert-load`, in the format of the file's suffix, with the
+    name of the model. A `.npy` file has no room for one.
 
     The file is replaced as a whole: others may read it while an engine saves it again.
     """
@@ -170,11 +173,11 @@ def save_expert_load(load_LE: Tensor, path: Path) -> Path:
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         if path.suffix == ".json":
-            partial.write_text(json.dumps(values.tolist()))
+            partial.write_text(json.dumps({"model": model, "load": values.tolist()}))
         elif path.suffix == ".npy":
             np.save(partial, values)
         else:
-            np.savetxt(partial, values, fmt="%d", delimiter=",")
+            np.savetxt(partial, values, "%d", ",", header=f"{NAME_MARK}{model}", comments="# ")
         partial.replace(path)
     except OSError as problem:
         with suppress(OSError):

@@ -35,6 +35,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from fulgurite.errors import RankError
 from fulgurite.logs import LOG
+from fulgurite.running_clock import RunningClock
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 # A rank without a heartbeat for so many seconds is gone: after a failure, when only a busy machine
@@ -189,6 +190,8 @@ class HealthMonitor:
         self.num_steps, self.work, self.wait = 0, 0.0, 0.0
         self.released = time.perf_counter()  # the end of the last collective
         self.caller = threading.get_ident()
+        # Time in which this process was suspended is no silence of the others.
+        self.clock = RunningClock()
         # By rank: the last heartbeat count, and the time at which it was new.
         self.last_seen: dict[int, tuple[int, float]] = {}
         self.lock = threading.Lock()
@@ -276,7 +279,7 @@ class HealthMonitor:
 
     def _measure_silence(self, heartbeats: Mapping[int, Heartbeat]) -> dict[int, float]:
         """By rank: seconds since its heartbeat was seen to change."""
-        now = time.monotonic()
+        now = self.clock.now()
         for rank, one in heartbeats.items():
             if self.last_seen.get(rank, (-1, now))[0] != one.count:
                 self.last_seen[rank] = one.count, now
@@ -464,6 +467,7 @@ class HealthMonitor:
         compare_at = time.monotonic() + COMPARE_INTERVAL
         while not self.stopping.wait(HEARTBEAT_INTERVAL):
             try:
+                self.clock.now()
                 self._publish()
                 if not self.has_sent_stack and self.store.check([STACK_REQUEST]):
                     self.has_sent_stack = True

@@ -6,17 +6,20 @@ redundant slots for the busiest experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.models.loading.hub import name_model
 from fulgurite.parallel.experts.placement import (
     Placement,
+    check_model_name,
     contiguous_placement,
     count_moves,
     read_expert_load,
+    read_model_name,
     save_placement,
     simulate_rank_load,
 )
@@ -36,7 +39,9 @@ def format_expert_load(
 ) -> str:
     """The comparison as a table; the best placement is saved if a path is given."""
     load_LE = read_expert_load(path)
+    name = name_model(query.name)
     _check_load_shape(query, plan, load_LE)
+    check_model_name(str(path), read_model_name(path), name)
     candidates = _candidate_placements(query, plan, load_LE)
     layers, experts = load_LE.shape
     lines = [
@@ -65,7 +70,8 @@ def format_expert_load(
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  " + "   ".join(cells).rstrip())
     if placement_path is not None:
-        saved = save_placement(candidates[-1].placement, Path(placement_path))
+        best = replace(candidates[-1].placement, model=name)
+        saved = save_placement(best, Path(placement_path))
         lines.append(f"written to {saved}")
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path
 from fulgurite.models.layers import CausalLM
 from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
 from fulgurite.parallel.experts.expert_parallel import ExpertParallel
-from fulgurite.parallel.experts.placement import Placement, read_placement
+from fulgurite.parallel.experts.placement import Placement, check_model_name, read_placement
 from fulgurite.parallel.experts.transport import (
     ExpertOptions,
     TransportChoice,
@@ -40,6 +40,7 @@ class ExpertSetupOptions:
     placement: str | Path | None = None
     record_load: str | Path | None = None
     record_load_interval: float | None = None
+    model: str = ""  # its name
 
     def check(self, is_moe: bool, has_expert_axis: bool) -> None:
         """Raise before anything is loaded."""
@@ -118,6 +119,8 @@ def prepare_experts(
     choice = choose_transport(options.experts, mesh.expert, device)
     LOG.info("experts over %d ranks: %s (%s)", mesh.expert.size, choice.name, choice.reason)
     placement = None if options.placement is None else read_placement(Path(options.placement))
+    if placement is not None:
+        check_model_name(str(options.placement), placement.model, options.model)
     return ExpertSetup(options, mesh, choice, placement)
 
 

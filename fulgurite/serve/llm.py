@@ -229,7 +229,7 @@ class LLM:
     def _plan_rank(self, checkpoint: Checkpoint, mesh: Mesh | None) -> RankPlan:
         """What a rank of the mesh will hold, and its engine allocate for; loads nothing."""
         config, device = self.config, self.device
-        setup = make_expert_setup_options(config)
+        setup = replace(make_expert_setup_options(config), model=hub.name_model(self.path))
         experts = prepare_experts(setup, mesh, checkpoint.config, device)
         options = self._load_options(checkpoint)
         load = plan_load(checkpoint, options, mesh, **self._sharding_options(mesh, experts))
@@ -291,7 +291,8 @@ class LLM:
         )
         if counter is not None and config.record_load is not None:
             path, earlier = Path(config.record_load), self.earlier_load
-            self.load_file = ExpertLoadFile(counter, path, self.mesh, earlier)
+            name = hub.name_model(self.path)
+            self.load_file = ExpertLoadFile(counter, path, self.mesh, earlier, name)
             self.engine.record_load(self.load_file, config.record_load_interval)
 
     def _build_shapes(self, checkpoint: Checkpoint, plan: RankPlan) -> RankShapes:

@@ -11,6 +11,7 @@ import sys
 
 from fulgurite.errors import FulguriteError
 from fulgurite.parallel.processes.workers import read_arguments, report_error
+from fulgurite.process_exit import run_program
 from fulgurite.serve.llm import LLM
 
 
@@ -29,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

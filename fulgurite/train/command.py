@@ -11,6 +11,7 @@ fulgurite train --print-config > run.toml              every option of a run as 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -20,7 +21,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError, FulguriteError, RankError
@@ -41,7 +41,7 @@ from fulgurite.train.drill import run_drill
 from fulgurite.train.finish import EXPORT, RESULT, TOKENIZER, RunResult, read_result, write_sample
 from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
-from fulgurite.train.run_folder import CHECKPOINTS, CONFIG, has_begun, hold_run
+from fulgurite.train.run_folder import CHECKPOINTS, CONFIG, has_begun, hold_run, remove_abandoned
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
 from fulgurite.train.supervisor import supervise
@@ -122,7 +122,7 @@ def _take_value(name: str, words: list[str]) -> str:
         raise ArgumentError(f"--{name} has no value", next=f"write --{name} VALUE")
     if not is_list(name):
         return words.pop(0)
-    taken = [words[0], *takewhile(_is_list_value, words[1:])]
+    taken = [words[0], *itertools.takewhile(_is_list_value, words[1:])]
     del words[: len(taken)]
     return json.dumps(taken) if len(taken) > 1 else taken[0]
 
@@ -256,11 +256,12 @@ def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig
 
 
 def choose_number(config: TrainConfig) -> TrainConfig:
-    """The config with the next folder under runs/ that is not there."""
-    number = 1
-    while (RUNS / f"{config.size}-{number:03}").exists():
-        number += 1
-    return replace(config, output=str(RUNS / f"{config.size}-{number:03}"))
+    """The config with the next folder under runs/ that is not there, or was left before its run began."""
+    for number in itertools.count(1):
+        folder = RUNS / f"{config.size}-{number:03}"
+        if not folder.exists() or remove_abandoned(folder):
+            break
+    return replace(config, output=str(folder))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ for each other. The ranks and the moments follow the seed; at which instruction 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import select
@@ -126,13 +127,13 @@ class Stopwatch:
         return max(0.0, time.monotonic() - self.started - self.first_step) / max(1, steps)
 
 
-def wait_for_step(group: RankGroup, rank: int, step: int) -> bool:
-    """Wait until a rank has done a step; False if its process ended before."""
-    process = os.pidfd_open(group.pids[rank])
+def wait_for_step(group: RankGroup, rank: int, step: int, seconds: float = math.inf) -> bool:
+    """Wait until a rank has done a step, but not longer; False if its process ended before."""
+    process, deadline = os.pidfd_open(group.pids[rank]), time.monotonic() + seconds
     try:
         while True:
             beat = group.beats()[rank]
-            if beat is not None and beat.step >= step:
+            if (beat is not None and beat.step >= step) or time.monotonic() >= deadline:
                 return True
             has_ended, _, _ = select.select([process], [], [], POLL)
             if has_ended:
@@ -144,7 +145,8 @@ def wait_for_step(group: RankGroup, rank: int, step: int) -> bool:
 class Killer:
     """Kills random ranks at random moments; `watch` is the `on_start` of a supervisor.
 
-    A moment is in the time before the first step, or in the step after a random one that is left.
+    A moment is in the time before the first step, or in the step after a random one that is left. It
+    comes at the latest when that step is done: these ranks may be faster than the undisturbed ones.
     """
 
     def __init__(self, count: int, seed: int, pace: Pace) -> None:
@@ -175,8 +177,7 @@ class Killer:
         try:
             if step and not wait_for_step(group, rank, step):
                 return
-            has_ended, _, _ = select.select([process], [], [], seconds)
-            if has_ended:
+            if not wait_for_step(group, rank, step + 1, seconds):
                 return
             beat = group.beats()[rank]
             signal.pidfd_send_signal(process, signal.SIGKILL)

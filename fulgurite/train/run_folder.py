@@ -54,6 +54,26 @@ def hold_run(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child would keep it
 
 
+def remove_abandoned(folder: Path) -> bool:
+    """Remove the folder of a run that was killed before it began; whether it was one.
+
+    A run signs its lock once it has it: with a name in it and nobody who holds it, the run is gone.
+    """
+    path = folder / LOCK
+    if (folder / CONFIG).exists() or has_begun(folder) or not path.is_file():
+        return False
+    try:
+        with path.open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.seek(0)
+            if not lock.read().strip():
+                return False
+            shutil.rmtree(folder)
+    except OSError:  # it is held, belongs to somebody else, or can't be locked
+        return False
+    return True
+
+
 def _sign(lock: IO[str]) -> None:
     """Say who holds the lock; a full disk must not end a run."""
     with suppress(OSError):

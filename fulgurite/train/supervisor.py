@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.running_clock import RunningClock
 from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.heartbeat import Beat
@@ -48,17 +49,22 @@ class Watch:
     """What a supervisor knows of the ranks that run now.
 
     Attributes:
+        clock: stands still while the run is suspended, as by Ctrl-Z.
         quiet_since: when the heartbeat of any rank changed last.
     """
 
     group: RankGroup
     timeout: float
     beats: list[Beat | None] = field(default_factory=list)
-    quiet_since: float = field(default_factory=time.monotonic)
+    clock: RunningClock = field(default_factory=RunningClock)
+    quiet_since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quiet_since = self.clock.now()
 
     def find_stall(self) -> str | None:
         """Why the ranks count as stalled."""
-        beats, now = self.group.beats(), time.monotonic()
+        beats, now = self.group.beats(), self.clock.now()
         if beats != self.beats:
             self.beats, self.quiet_since = beats, now
         has_started = any(beat is not None for beat in beats)

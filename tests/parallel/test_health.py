@@ -20,14 +20,21 @@ from torch.distributed import TCPStore
 from fulgurite.errors import RankError
 from fulgurite.parallel import RankPool, health
 from fulgurite.parallel.health import (
+    NOT_STARTED,
     HealthMonitor,
     Heartbeat,
     RankTime,
     compare_ranks,
     find_first_exits,
 )
-from fulgurite.parallel.processes.workers import WorkerProcesses
+from fulgurite.parallel.processes.workers import (
+    StartingProcess,
+    WorkerProcesses,
+    read_process_state,
+)
+from fulgurite.running_clock import RunningClock
 from tests.parallel import health_cases as cases
+from tests.waiting import wait_for
 
 RUNNING = Heartbeat(4, 7, "tensor a|b", "running", True, 3, 0.25, 0.5)
 
@@ -118,6 +125,22 @@ def test_rank_that_has_failed_and_left_ends_the_wait_of_others(monitors):
         waiting.wait_for_ranks("start of the process group")
     assert time.monotonic() - start < 20 and caught.value.ranks == (1,)
     assert "see the error of rank 1" in str(caught.value)
+
+
+def test_a_rank_that_was_suspended_finds_the_others_alive(monitors):
+    """The others were suspended as well, and have no new heartbeat yet."""
+    seconds = 0.0
+    monitor = monitors[0]
+    monitor.close()  # its thread would look at the clock in between
+    monitor.clock = RunningClock(lambda: seconds)
+    heartbeats = {1: replace(NOT_STARTED, count=7)}
+    assert monitor._measure_silence(heartbeats) == {1: 0.0}
+    for _ in range(4):
+        seconds += 2.0
+        monitor.clock.now()
+    assert monitor._measure_silence(heartbeats) == {1: 8.0}
+    seconds += 3600.0
+    assert monitor._measure_silence(heartbeats) == {1: 8.0}
 
 
 def test_hosts_that_can_not_connect(monitors):
@@ -241,6 +264,36 @@ def test_worker_that_ends_is_reported_with_its_error():
         workers.close(0.0)
     workers.check()  # nothing is expected of closed workers
     assert dict(os.environ) == before
+
+
+def test_a_process_that_is_stopped_before_its_first_report() -> None:
+    """It is named soon: nothing but a signal from outside lets it go on."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    seconds = 0.0
+    try:
+        starting = StartingProcess(process)
+        starting.clock = RunningClock(lambda: seconds)
+        starting.started = starting.advanced = 0.0
+
+        def look(times: int) -> list[str | None]:
+            nonlocal seconds
+            found = []
+            for _ in range(times):
+                seconds += 1.0
+                found.append(starting.find_failure(timeout=60.0))
+            return found
+
+        wait_for(lambda: look(1) == [None] and read_process_state(process.pid)[0] == "S", 20.0)
+        assert look(20) == [None] * 20
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: read_process_state(process.pid)[0] == "T", 20.0)
+        starting.advanced = seconds
+        *before, last = look(11)
+        assert before == [None] * 10
+        assert last == "is stopped, and has not reported in 10 s"
+    finally:
+        process.kill()
+        process.wait()
 
 
 DRIVER = """

@@ -528,7 +528,13 @@ def test_expert_load_table_and_placement_file(
     ]
     assert len(ratios) == 3 and ratios[0] > ratios[1] >= ratios[2] and ratios[2] < 1.05
     saved = json.loads(places.read_text())
+    assert saved["model"] == "qwen3-30b-a3b"
     assert saved["ranks"] == 8 and len(saved["slots"]) == 48 and len(saved["slots"][0]) == 136
+    file.write_text(json.dumps({"model": "Qwen3-30B-A3B-Other", "load": load.tolist()}))
+    assert run(capsys, *words)[0] == 0
+    file.write_text(json.dumps({"model": "OLMoE-1B-7B", "load": load.tolist()}))
+    code, out, err = run(capsys, *words)
+    assert code == 1 and "load.json is of OLMoE-1B-7B" in err and not out
     file.write_text(json.dumps(load[:2].tolist()))
     code, out, err = run(capsys, *words)
     assert code == 1 and "it has 48 layers with 128 experts each" in err and not out

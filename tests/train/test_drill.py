@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.train.config import TrainConfig
-from fulgurite.train.drill import DrillReport, FinalState, Kill, run_drill
+from fulgurite.train.drill import DrillReport, FinalState, Kill, Killer, Pace, run_drill
+from fulgurite.train.heartbeat import Beat
 from tests.train import tiny_run
 from tests.train.test_supervisor import make_config
 
@@ -34,6 +42,24 @@ def test_kills_change_no_bit(tmp_path: Path, ranks: int) -> None:
     assert report.undisturbed.step == 12
     assert "passed" in report.describe() and report.undisturbed.weights in report.describe()
     assert json.loads((tmp_path / "drill.json").read_text())["has_passed"]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_ranks_faster_than_the_undisturbed_ones_are_killed_in_time(step: int) -> None:
+    """A drill whose kills come too late would fail, though nothing is wrong with the run."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    beats = (Beat(number, number) for number in itertools.count(1))
+    group: Any = SimpleNamespace(pids=[process.pid], beats=lambda: [next(beats)])
+    killer = Killer(1, 0, Pace(first_step=600.0, step=600.0, steps=5))
+    thread = threading.Thread(target=killer._kill, args=(group, 0, step, 600.0), daemon=True)
+    thread.start()
+    try:
+        assert process.wait(20) == -signal.SIGKILL
+        thread.join()
+        assert killer.left == 0 and killer.kills[0].step in (step + 1, step + 2)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_another_result_fails_the_drill(tmp_path: Path) -> None:

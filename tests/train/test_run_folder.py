@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.train.run_folder import LOCK, hold_run
+from fulgurite.train.command import choose_number
+from fulgurite.train.config import TrainConfig
+from fulgurite.train.run_folder import CONFIG, LOCK, hold_run
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
@@ -35,6 +37,24 @@ def test_the_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     with hold_run(tmp_path):
         assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_the_folder_of_a_run_that_was_killed_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/nano-001")
+    (folder / "tokenizer").mkdir(parents=True)
+    assert choose_number(TrainConfig()).output == "runs/nano-002"  # no run made it
+    with hold_run(folder):
+        assert choose_number(TrainConfig()).output == "runs/nano-002"
+    assert choose_number(TrainConfig()).output == "runs/nano-001" and not folder.exists()
+    folder.mkdir()
+    (folder / LOCK).touch()  # another run is about to sign it
+    assert choose_number(TrainConfig()).output == "runs/nano-002"
+    with hold_run(folder):
+        (folder / CONFIG).touch()
+    assert choose_number(TrainConfig()).output == "runs/nano-002"
 
 
 def test_unfinished_files_are_removed_and_no_others(tmp_path: Path) -> None:

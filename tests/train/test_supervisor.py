@@ -10,17 +10,19 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.running_clock import RunningClock
 from fulgurite.train.checkpoint import hash_state, list_checkpoints, read_checkpoint
 from fulgurite.train.config import CheckpointSection, ModelSection, ParallelSection, TrainConfig
 from fulgurite.train.heartbeat import Beat, Heartbeat, read_beat
 from fulgurite.train.rank_group import RankExit, RankGroup, choose_threads
 from fulgurite.train.stop import StopRequest
-from fulgurite.train.supervisor import choose_failure, supervise, was_stopped_early
+from fulgurite.train.supervisor import Watch, choose_failure, supervise, was_stopped_early
 from tests.train import tiny_run
 from tests.waiting import wait_for
 
@@ -235,6 +237,26 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert choose_threads(TrainConfig(), 3) == 2
+
+
+def test_a_suspended_run_does_not_stall() -> None:
+    """Ctrl-Z stops the supervisor and all ranks, for longer than ranks may take for a step."""
+    seconds, beats = 0.0, [Beat(3, 3), Beat(3, 3)]
+    group: Any = SimpleNamespace(beats=lambda: beats)
+    watch = Watch(group, timeout=10.0, clock=RunningClock(lambda: seconds))
+
+    def wait(looks: int) -> str | None:
+        nonlocal seconds
+        found = None
+        for _ in range(looks):
+            seconds += 1.0
+            found = watch.find_stall()
+        return found
+
+    assert wait(8) is None
+    seconds += 3600.0
+    assert wait(2) is None
+    assert "rank 0 is behind, with step 3 done" in (wait(12) or "")
 
 
 def test_heartbeats(tmp_path: Path) -> None:

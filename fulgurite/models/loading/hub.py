@@ -48,6 +48,17 @@ def resolve_model_path(name: str | Path) -> Path:
     return download_from_hub(parts)
 
 
+def name_model(name: str | Path) -> str:
+    """The name of a model without its owner and folder: `Qwen3-30B-A3B` for `Qwen/Qwen3-30B-A3B`, for
+    its snapshot in the hub's cache, and for a folder or GGUF file of this name."""
+    path = Path(name).expanduser().absolute()
+    if path.suffix == ".safetensors":
+        path = path.parent
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.stem if path.suffix in MODEL_SUFFIXES else path.name
+
+
 def find_packaged_model(name: str) -> Path:
     """The path of a model inside an installed package. The package is not imported."""
     package, file = PACKAGED_MODELS[name]

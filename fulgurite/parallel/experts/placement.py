@@ -24,14 +24,20 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 
+NAME_MARK = "model: "  # of the model's name in the first line of a .csv file
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """`slots_LS[l, s]` is the expert in slot s; rank r has the slots from r S/R on."""
+    """`slots_LS[l, s]` is the expert in slot s; rank r has the slots from r S/R on.
+
+    `model`: the name of the model that it was made for; empty: any of this shape.
+    """
 
     slots_LS: Tensor
     num_experts: int
     num_ranks: int
+    model: str = ""
 
     def __post_init__(self) -> None:
         slots = self.slots_LS
@@ -160,9 +166,15 @@ def count_expert_load(experts_Tk: Tensor, experts: int) -> Tensor:
 
 
 def read_expert_load(path: Path) -> Tensor:
-    """The expert load [L, E] of a file: .json (a list of lists), .npy, or .csv (a line a layer)."""
+    """The expert load [L, E] of a file: .json (a list of lists, or what an engine saves), .npy, or .csv
+    (a line a layer)."""
+
+    def read_json() -> np.ndarray:
+        values = json.loads(path.read_text())
+        return np.asarray(values.get("load") if isinstance(values, dict) else values)
+
     readers = {
-        ".json": lambda: np.asarray(json.loads(path.read_text())),
+        ".json": read_json,
         ".npy": lambda: np.load(path, allow_pickle=False),
         ".csv": lambda: np.loadtxt(path, delimiter=",", ndmin=2),
     }
@@ -184,9 +196,35 @@ def read_expert_load(path: Path) -> Tensor:
         ) from problem
 
 
+def read_model_name(path: Path) -> str:
+    """The model of a file that `read_expert_load` accepts; empty: the file names none."""
+    name: object = ""
+    if path.suffix == ".json":
+        values = json.loads(path.read_text())
+        name = values.get("model", "") if isinstance(values, dict) else ""
+    elif path.suffix == ".csv":
+        line = path.read_text().partition("\n")[0].removeprefix("# ")
+        name = line.removeprefix(NAME_MARK) if line.startswith(NAME_MARK) else ""
+    return str(name).strip()
+
+
+def check_model_name(what: str, recorded: str, name: str) -> None:
+    """ArgumentError if something was recorded or made for a model of another name. Empty: any.
+
+    The longer name may go on: `Qwen3-30B-A3B-FP8` is a Qwen3-30B-A3B.
+    """
+    short, long = sorted((recorded.lower(), name.lower()), key=len)
+    if not long.startswith(short):
+        raise ArgumentError(
+            f"{what} is of {recorded}, and the model is {name}",
+            next="record the load of this model; if it is the same one, change the name in the file",
+        )
+
+
 def save_placement(placement: Placement, path: Path) -> Path:
     """Write a placement as JSON, for `read_placement`."""
     values = {
+        "model": placement.model,
         "experts": placement.num_experts,
         "ranks": placement.num_ranks,
         "slots": placement.slots_LS.tolist(),
@@ -205,7 +243,8 @@ def read_placement(path: Path) -> Placement:
         slots = torch.tensor(values["slots"])
         if slots.dtype != torch.int64:  # 0.5 would become expert 0
             raise ValueError("its slots are not all numbers of experts")
-        return Placement(slots, int(values["experts"]), int(values["ranks"]))
+        model = str(values.get("model", ""))
+        return Placement(slots, int(values["experts"]), int(values["ranks"]), model)
     except OSError as problem:
         raise ArgumentError(f"{path} can't be read: {problem.strerror}") from problem
     except (

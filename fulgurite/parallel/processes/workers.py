@@ -32,8 +32,10 @@ from fulgurite.lifeline import BoundProcess
 from fulgurite.parallel.health import STORE_TIMEOUT, describe_exit, publish_exits
 from fulgurite.parallel.mesh import reset_mesh_count
 from fulgurite.parallel.processes.launch import rank_environment
+from fulgurite.running_clock import RunningClock
 
 START_TIMEOUT = 120.0  # seconds at least; importing torch takes long on a busy machine
+STOPPED_TIMEOUT = 10.0  # seconds; a process that a signal has stopped does not start by itself
 EXIT_TIMEOUT = 10.0  # seconds
 STORE_PREFIX = "fulgurite-workers"
 LENGTH = struct.Struct("<Q")  # of the arguments, before them
@@ -46,7 +48,7 @@ class WorkerProcesses:
     """The processes of ranks 1 to `world_size` - 1, until `close`.
 
     `exits` has how processes have ended that were not told to, by rank. `timeout`: seconds after which a
-    process that starts and uses no CPU time is given up.
+    process that starts and uses no CPU time is given up; less if a signal has stopped it.
     """
 
     def __init__(
@@ -163,23 +165,24 @@ class StartingProcess:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self.started = self.advanced = time.monotonic()
+        self.clock = RunningClock()
+        self.started = self.advanced = self.clock.now()
         self.state, self.cpu_time = "", -1
 
     def find_failure(self, timeout: float) -> str | None:
-        """Why it won't start: it ended, used no CPU time for `timeout` seconds, or took too long."""
+        """Why it won't start: it ended, is stopped, used no CPU time for `timeout` seconds, or took too
+        long."""
         code = self.process.poll()
         if code is not None:
             return describe_exit(code)
-        now = time.monotonic()
+        now = self.clock.now()
         before, (self.state, self.cpu_time) = self.cpu_time, read_process_state(self.process.pid)
         if self.cpu_time != before:
             self.advanced = now
-        is_stopped = self.state in "tT"
-        if self.state and now - self.advanced > timeout:
-            return (
-                f"{'is stopped' if is_stopped else 'waits'}, and has not reported in {timeout:g} s"
-            )
+        silence = min(timeout, STOPPED_TIMEOUT) if self.state == "T" else timeout
+        if self.state and now - self.advanced > silence:
+            does = "is stopped" if self.state in "tT" else "waits"
+            return f"{does}, and has not reported in {silence:g} s"
         limit = max(START_TIMEOUT, timeout)
         return f"runs, and has not reported in {limit:g} s" if now - self.started > limit else None
 

@@ -15,8 +15,9 @@ and all ranks read the oldest step in flight. Tokens go from step to step on the
 (token_broadcast.py).
 
 With a data axis every data rank is a replica with requests of its own. Rank 0 assigns a new request
-to the replica with the fewest, the first rank of each replica samples its tokens, and rank 0 gathers
-them. A replica without requests runs steps without tokens, since its experts may be needed.
+to the replica that has its prefix, unless that one is busy (replica_choice.py). The first rank of each
+replica samples its tokens, and rank 0 gathers them. A replica without requests runs steps without
+tokens, since its experts may be needed.
 
 Host collectives of a step:
 
@@ -54,6 +55,7 @@ from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.engine.interrupts import defer_interrupts
 from fulgurite.serve.engine.logprobs import pack_logprobs, unpack_logprobs
+from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS, ReplicaChooser, hash_prefixes
 from fulgurite.serve.engine.replica_counts import ReplicaCounts
 from fulgurite.serve.engine.request import Request, SamplingParams
 from fulgurite.serve.engine.sampler import SamplingVariant
@@ -114,6 +116,10 @@ class Coordinator:
         self.replica = mesh.data.index
         self.events: list[Event] = []
         self.replica_of: dict[str, int] = {}  # by request id
+        self.loads = dict.fromkeys(range(mesh.data.size), 0)  # unfinished requests by replica
+        self.chooser: ReplicaChooser | None = None  # these by `use_prefix_caches`
+        self.max_requests = 0
+        self.num_reply_tokens = 0
         self.number_of: dict[str, int] = {}
         self.id_of: dict[int, str] = {}  # by number
         self.num_logprobs: dict[str, int] = {}  # of requests on other replicas that ask for them
@@ -130,19 +136,17 @@ class Coordinator:
     # ---- rank 0 ------------------------------------------------------------------------------------
 
     def add_request(self, request: Request, prompt_ids: list[int]) -> None:
-        """Assign a request to a replica: to the one with the fewest. One with a `constraint=` stays."""
+        """Assign a request to a replica. One with a `constraint=` stays."""
         if self.mesh.rank != 0:
             raise ArgumentError(
                 "only rank 0 takes requests, and this rank is a worker",
                 where=f"rank {self.mesh.rank}",
                 next="if llm.is_driver: llm.generate(...); every rank calls llm.close() at the end",
             )
-        replica, params = 0, request.params
+        params = request.params
         has_object = request.constraint is not None and params.grammar_spec is None
-        if not has_object:
-            assigned = [*self.replica_of.values()]
-            loads = [assigned.count(index) for index in range(self.mesh.data.size)]
-            replica = loads.index(min(loads))
+        replica = 0 if has_object else self._choose_replica(request, prompt_ids)
+        self.loads[replica] += 1
         id, number = request.id, next(self.counter)
         self.replica_of[id], self.number_of[id], self.id_of[number] = replica, number, id
         # Only rank 0 looks for stop strings; its replica needs no other grammar than its own.
@@ -167,12 +171,33 @@ class Coordinator:
             )
         )
 
+    def use_prefix_caches(self, cache_tokens: int, max_requests: int) -> None:
+        """Assign requests to replicas that have their prefixes in a cache of so many tokens, as long as
+        one has fewer requests than it can run at once."""
+        self.chooser, self.max_requests = ReplicaChooser(), max_requests
+        for replica in self.loads:
+            self.chooser.known[replica].limit = max(cache_tokens // BLOCK_TOKENS, 1)
+
+    def _choose_replica(self, request: Request, prompt_ids: list[int]) -> int:
+        """Where a request costs least, of the replicas that can run it now if there are any."""
+        loads = self.loads
+        if self.chooser is None or len(loads) == 1:
+            return min(loads, key=lambda replica: loads[replica])
+        free = {r: load for r, load in loads.items() if load < self.max_requests}
+        keys = hash_prefixes(prompt_ids, request.options.cache_salt)
+        replica = self.chooser.choose(free or loads, keys)
+        reply_tokens = self.num_reply_tokens / (self.chooser.num_requests + 1)
+        self.chooser.record(replica, keys, round(reply_tokens / BLOCK_TOKENS))
+        return replica
+
     def record_token(self, request: Request, token: int) -> None:
         self.events.append(TokenSampled(request.id, token))
+        self.num_reply_tokens += 1
 
     def record_end(self, request: Request, cancelled: bool = False) -> None:
         self.events.append(RequestEnded(request.id, cancelled))
-        del self.replica_of[request.id], self.id_of[self.number_of.pop(request.id)]
+        self.loads[self.replica_of.pop(request.id)] -= 1
+        del self.id_of[self.number_of.pop(request.id)]
         self.num_logprobs.pop(request.id, None)
         self.awaited_prompts.discard(request.id)
 
@@ -182,6 +207,8 @@ class Coordinator:
 
     def record_prefix_cache_reset(self) -> None:
         self.events.append(PrefixCacheReset())
+        if self.chooser is not None:
+            self.chooser.clear()
 
     def record_drop(self) -> None:
         self.events.append(StepsDropped())

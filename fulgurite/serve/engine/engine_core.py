@@ -165,6 +165,8 @@ class EngineCore:
             max_mixed_tokens=limits.max_mixed_tokens,
         )
         self.coordinator = coordinator
+        if coordinator is not None and self.block_manager.prefix_caching:
+            coordinator.use_prefix_caches(plan.cache_tokens, limits.max_sequences)
         self.communication = None if coordinator is None else Communication(model, coordinator.mesh)
         self.sampler = Sampler(limits.max_sequences, model.config.vocab_size, plan.device)
         self.runner = ModelRunner(

@@ -14,6 +14,7 @@ import time
 
 from fulgurite.errors import FulguriteError
 from fulgurite.logs import LOG, configure_logging
+from fulgurite.process_exit import run_program
 from fulgurite.serve.remote.channel import Channel
 from fulgurite.serve.remote.engine_interface import ServedEngine
 from fulgurite.serve.remote.engine_loop import EngineLoop
@@ -86,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

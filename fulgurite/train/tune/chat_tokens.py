@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Message, Tokenizer
@@ -137,24 +139,47 @@ def mark_generation(template: str) -> str:
 
 
 def encode_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> EncodedText:
-    """Token ids of a rendered text. A token is an answer's if it begins within its span."""
+    """Token ids of a rendered text. A token is an answer's if some of it is within its span."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(f"the text is not valid Unicode: {error.reason}") from error
-    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-    ids: list[int] = encoding.ids
+    ids, offsets = _encode_prompts_alone(tokenizer, text, [start for start, _ in spans])
     is_answer = [False] * len(ids)
     stops, place = frozenset(tokenizer.stop_ids), 0
     for start, end in spans:
-        while place < len(ids) and encoding.offsets[place][0] < start:
+        while place < len(ids) and offsets[place][1] <= start:
             place += 1
-        while place < len(ids) and encoding.offsets[place][0] < end:
+        while place < len(ids) and offsets[place][0] < end:
             is_answer[place] = True
             place += 1
             if ids[place - 1] in stops:
                 break
     return EncodedText(ids, is_answer)
+
+
+def _encode_prompts_alone(
+    tokenizer: Tokenizer, text: str, starts: Sequence[int]
+) -> tuple[list[int], list[Span]]:
+    """Token ids of a text and their places, with no token across the start of an answer.
+
+    In a reply the model gets the tokens of the text before it, and so does it here: after "answer: "
+    comes "4", and not " 4" after "answer:". Some tokenizers can't encode a text in parts, since each
+    part would begin with a space.
+    """
+    whole = tokenizer.backend.encode(text, add_special_tokens=False)
+    across = {place for place in starts if any(a < place < b for a, b in whole.offsets)}
+    if not across:
+        return whole.ids, whole.offsets
+    bounds = [0, *sorted(across), len(text)]
+    parts = [
+        (start, tokenizer.backend.encode(text[start:stop], add_special_tokens=False))
+        for start, stop in pairwise(bounds)
+    ]
+    ids = [id for _, part in parts for id in part.ids]
+    offsets = [(start + a, start + b) for start, part in parts for a, b in part.offsets]
+    decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
+    return (ids, offsets) if decode(ids) == decode(whole.ids) else (whole.ids, whole.offsets)
 
 
 def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> EncodedText:

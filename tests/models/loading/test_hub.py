@@ -75,3 +75,18 @@ def test_invalid_hub_name_is_an_argument_error() -> None:
     pytest.importorskip("huggingface_hub", reason="the hub client is optional")
     with pytest.raises(ArgumentError, match="not a valid name on the Hub"):
         hub.resolve_model_path("owner/mod el??")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("qwen3-30b-a3b", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("/data/glm-4.5/", "glm-4.5"),
+        ("/hub/models--Qwen--Qwen3-30B-A3B/snapshots/0f1e", "Qwen3-30B-A3B"),
+        ("/data/Qwen3-30B-A3B-Q4_K_M.gguf", "Qwen3-30B-A3B-Q4_K_M"),
+        ("/data/OLMoE/model.safetensors", "OLMoE"),
+    ],
+)
+def test_name_of_a_model(path: str, name: str) -> None:
+    assert hub.name_model(path) == name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.models.expert_load import save_expert_load
 from fulgurite.parallel.experts.placement import (
     Placement,
+    check_model_name,
     contiguous_placement,
     count_expert_load,
     count_moves,
     read_expert_load,
+    read_model_name,
     read_placement,
     save_placement,
     simulate_rank_load,
@@ -266,6 +270,17 @@ def test_placement_file_round_trip(tmp_path: Path) -> None:
         save_placement(made, tmp_path / "no" / "folder.json")
 
 
+def test_a_placement_of_another_model(tmp_path: Path) -> None:
+    made = replace(rebalance_experts(random_load(2, 8), 4), model="Qwen3-30B-A3B")
+    path = save_placement(made, tmp_path / "placement.json")
+    assert read_placement(path).model == "Qwen3-30B-A3B"
+    for same in ("", "qwen3-30b-a3b", "Qwen3-30B-A3B-FP8"):
+        check_model_name(str(path), "Qwen3-30B-A3B", same)
+        check_model_name(str(path), same, "Qwen3-30B-A3B")
+    with pytest.raises(ArgumentError, match="placement.json is of Qwen3-30B-A3B, and the model is"):
+        check_model_name(str(path), read_placement(path).model, "Qwen3-235B-A22B")
+
+
 def test_files_of_load(tmp_path: Path) -> None:
     rows = [[1.0, 2.0, 0.0], [5.0, 0.0, 7.0]]
     (tmp_path / "a.json").write_text(json.dumps(rows))
@@ -273,7 +288,14 @@ def test_files_of_load(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array(rows, dtype=np.int32))
     for suffix in ("json", "csv", "npy"):
         assert read_expert_load(tmp_path / f"a.{suffix}").tolist() == rows
+    for suffix in ("json", "csv", "npy"):
+        save_expert_load(torch.tensor(rows), tmp_path / f"named.{suffix}", "Qwen3-30B-A3B")
+        assert read_expert_load(tmp_path / f"named.{suffix}").tolist() == rows
+    names = [read_model_name(tmp_path / f"named.{suffix}") for suffix in ("json", "csv", "npy")]
+    assert names == ["Qwen3-30B-A3B", "Qwen3-30B-A3B", ""]
+    assert read_model_name(tmp_path / "a.json") == read_model_name(tmp_path / "a.csv") == ""
     (tmp_path / "b.json").write_text("[[1, 2], [3]]")
+    (tmp_path / "d.json").write_text('{"model": "m"}')
     (tmp_path / "c.json").write_text("{")
     np.save(tmp_path / "p.npy", np.array([{"pickled": 1}]), allow_pickle=True)
     (tmp_path / "empty.csv").write_text("")
@@ -281,7 +303,7 @@ def test_files_of_load(tmp_path: Path) -> None:
     np.save(tmp_path / "complex.npy", np.array([[1 + 2j, 3]]))
     (tmp_path / "negative.json").write_text("[[-1, 2]]")
     for name in (
-        *("b.json", "c.json", "p.npy"),
+        *("b.json", "c.json", "d.json", "p.npy"),
         *("empty.csv", "bools.json", "complex.npy", "negative.json"),
     ):
         with pytest.raises(ArgumentError, match=rf"{name} is not an expert load"):

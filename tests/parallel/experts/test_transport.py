@@ -19,6 +19,7 @@ from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.parallel.experts.placement import (
     contiguous_placement,
     read_expert_load,
+    read_model_name,
     save_placement,
 )
 from fulgurite.parallel.experts.rebalance import rebalance_experts
@@ -294,7 +295,14 @@ def test_load_is_recorded_and_a_placement_gives_the_same_tokens(ranks, folder, t
     assert load_LE.shape[1] == config.moe.num_experts
     assert load_LE.sum(1).tolist() == [tokens * config.moe.top_k] * load_LE.shape[0]
 
+    assert read_model_name(file) == path.name
     placement = rebalance_experts(load_LE, 2, slots=config.moe.num_experts + 2)
+    save_placement(dataclasses.replace(placement, model="other"), tmp_path / "other.json")
+    with pytest.raises(
+        ArgumentError, match=f"other.json is of other, and the model is {path.name}"
+    ):
+        LLM(path, data=2, expert=2, placement=str(tmp_path / "other.json"), **engine_cases.PLAIN)
+
     save_placement(placement, tmp_path / "placement.json")
     assert placement.slots_LS.shape[1] == config.moe.num_experts + 2
     check(ranks(2), path, TWO, placement=str(tmp_path / "placement.json"))

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulgurite.serve.http.router import BLOCK_TOKENS, Router, hash_prefixes
+from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS, hash_prefixes
+from fulgurite.serve.http.router import Router
 from fulgurite.serve.remote.messages import EngineInfo, Progress
 
 STEP_TOKENS = 2048

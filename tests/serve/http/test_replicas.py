@@ -14,9 +14,9 @@ import pytest
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
+from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.placement import choose_devices, count_ranks
-from fulgurite.serve.http.router import BLOCK_TOKENS
 from fulgurite.serve.http.server import Server
 from fulgurite.serve.remote.client import EngineClient, EngineError
 from tests.serve.http.serving import RunningServer, mock_config, serve

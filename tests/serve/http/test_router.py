@@ -10,9 +10,10 @@ import pytest
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
+from fulgurite.serve.engine.replica_choice import BLOCK_TOKENS, KnownPrefixes, hash_prefixes
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.kv_transfer import CHUNKS_AHEAD, send_blocks
-from fulgurite.serve.http.router import BLOCK_TOKENS, KnownPrefixes, Router, hash_prefixes
+from fulgurite.serve.http.router import Router
 from fulgurite.serve.remote.client import EngineError
 from fulgurite.serve.remote.messages import Progress
 from tests.serve.http.routing_simulation import (
@@ -85,9 +86,9 @@ def test_known_blocks_are_limited_by_the_replica_s_cache() -> None:
     engines[1].num_requests = 50
     for seed in range(5):
         router.choose(prompt(seed, 4))
-    assert router.known[0].limit == 10
-    assert len(router.known[0].blocks) == 10
-    assert router.known[0].match(hash_prefixes(prompt(0, 4))) == 0
+    assert router.chooser.known[0].limit == 10
+    assert len(router.chooser.known[0].blocks) == 10
+    assert router.chooser.known[0].match(hash_prefixes(prompt(0, 4))) == 0
 
 
 # ---- policies -----------------------------------------------------------------------------------
@@ -143,14 +144,14 @@ def test_round_robin_and_least_loaded() -> None:
     router, engines = make_router(3, "least-loaded")
     engines[0].num_requests, engines[1].num_requests = 2, 1
     assert [router.choose(prompt(0, 4)).index for _ in range(2)] == [2, 2]
-    assert router.routed_blocks == 0
+    assert router.chooser.prompt_blocks == 0
 
 
 def test_without_a_prompt_the_least_busy_is_chosen_and_nothing_is_known() -> None:
     router, engines = make_router(2)
     engines[0].num_requests = 1
     assert router.choose([]).index == 1
-    assert not router.known[1].blocks
+    assert not router.chooser.known[1].blocks
 
 
 def test_replicas_that_are_not_ready_or_stalled_are_left_out() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Tokenizer
@@ -117,6 +119,45 @@ def test_a_generation_prompt_that_the_answer_lacks_is_an_error() -> None:
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     with pytest.raises(ArgumentError, match="not known where the answer begins"):
         encode(make_tokenizer(template), TURNS)
+
+
+WORDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+WORDS += "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def merging_tokenizer(pre_tokenizer: Any, decoder: Any, space: str) -> Tokenizer:
+    """One that makes one token of a space and the digit behind it."""
+    tokenizer = make_tokenizer(WORDS)
+    letters = sorted({*"asuernti:.", *"0123456789", space})
+    vocabulary = {text: id for id, text in enumerate([*letters, f"{space}4"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [(space, "4")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
+    backend.add_special_tokens(["<|im_end|>"])
+    return replace(tokenizer, backend=backend, stop_ids=(len(vocabulary),))
+
+
+def test_a_token_across_the_beginning_of_an_answer() -> None:
+    """It would leave a short answer without a token to learn, or with one that no prompt allows."""
+    turns = [message("user", "2"), message("assistant", "4"), *TURNS[3:]]
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    tokenizer = merging_tokenizer(*levels, "Ġ")
+    assert tokenizer.encode(" 4", add_special_tokens=False) == [tokenizer.backend.token_to_id("Ġ4")]
+    (text,) = encode_chat(tokenizer, turns)
+    assert learned_texts(tokenizer, text.token_ids, text.is_answer) == ["4<|im_end|>"] * 2
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(turns[:1]), add_special_tokens=False)
+    assert text.token_ids[: len(prompt)] == prompt and text.is_answer.index(True) == len(prompt)
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_space() -> None:
+    turns = [message("user", "2"), message("assistant", "4"), *TURNS[3:]]
+    tokenizer = merging_tokenizer(
+        pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace(), "▁"
+    )
+    (text,) = encode_chat(tokenizer, turns)
+    whole = tokenizer.apply_chat_template(turns, add_generation_prompt=False)
+    assert text.token_ids == tokenizer.encode(whole, add_special_tokens=False)
+    learned = learned_texts(tokenizer, text.token_ids, text.is_answer)
+    assert [one.strip() for one in learned] == ["4<|im_end|>"] * 2
 
 
 def test_prompt_and_completion() -> None:
