@@ -6,4 +6,4 @@ eighth of the CPU time of compiling a small transformer.
 
 import gc
 
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(50_000, 10, 3)
