@@ -20,6 +20,7 @@ import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 
 import tests.garbage  # noqa: F401
+from tests.covering import mark_uncovering
 
 # Set before test modules are imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
@@ -55,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fulgurite")
     if not config.option.markexpr:
         config.option.markexpr = "not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_uncovering(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

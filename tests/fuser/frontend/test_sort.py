@@ -353,6 +353,7 @@ NAMES = ("sort", "topk", "argsort", "msort", "kthvalue", "median", "nanmedian")
 OPS = [op for op in op_db if op.name in NAMES]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.full_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_operator_database(op: Any, dtype: torch.dtype) -> None:
