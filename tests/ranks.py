@@ -14,6 +14,7 @@ from fulgurite.parallel.processes.launch import RankPool
 
 # What a rank would import for a second or more: the fork server imports it once per pytest process.
 PRELOADED = (
+    "tests.garbage",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.export",

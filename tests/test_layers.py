@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -205,38 +206,40 @@ def module_exists(module: str) -> bool:
 
 @cache
 def imports_of(path: Path) -> list[Import]:
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    in_functions = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for inner in ast.walk(node)
-    }
     here = ("fulgurite", *path.relative_to(PACKAGE).parts[:-1])
-    found = []
-    for node in ast.walk(tree):
-        if node in typing_only:
-            continue
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
-            base = ".".join(part for part in (base, node.module) if part)
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                is_module = base.startswith("fulgurite") and module_exists(full)
-                modules.append(full if is_module else base)
-        for module in modules:
-            if module.split(".")[0] == "fulgurite":
-                found.append(Import(module, node.lineno, node in in_functions))
-    return found
+    return [
+        Import(module, node.lineno, in_function)
+        for node, in_function in import_statements(ast.parse(path.read_text()), False)
+        for module in imported_modules(node, here)
+        if module.split(".")[0] == "fulgurite"
+    ]
+
+
+def import_statements(
+    block: ast.AST, in_function: bool
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Each import below a statement but those for type checkers, and whether it is in a function.
+
+    Only statements are visited: expressions, which are most of a tree, hold no imports.
+    """
+    if isinstance(block, (ast.Import, ast.ImportFrom)):
+        yield block, in_function
+    if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test):
+        return
+    in_function |= isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef))
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(block, name, []):
+            yield from import_statements(child, in_function)
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom, here: tuple[str, ...]) -> list[str]:
+    """Full names of what a statement imports, in a file of the package `here`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
+    base = ".".join(part for part in (base, node.module) if part)
+    names = [f"{base}.{alias.name}" for alias in node.names]
+    return [n if base.startswith("fulgurite") and module_exists(n) else base for n in names]
 
 
 def test_every_file_has_a_place():
@@ -255,10 +258,13 @@ def test_the_orders_name_only_what_exists():
         assert module_exists(f"fulgurite.{name}"), name
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES.get)
-def test_imports_point_left(path):
-    layer = layer_of(path)
-    for found in imports_of(path):
+def imports_of_layer(layer: str) -> Iterator[tuple[Path, Import]]:
+    return ((file, one) for file in FILES if layer_of(file) == layer for one in imports_of(file))
+
+
+@pytest.mark.parametrize("layer", sorted({layer_of(path) for path in FILES}))
+def test_imports_point_left(layer):
+    for path, found in imports_of_layer(layer):
         name = found.parts[0]
         if name == "__init__" and layer in API_USERS:
             continue
@@ -271,9 +277,8 @@ def test_imports_point_left(path):
             assert own == other or rank[other] < rank[own], f"{where}: {own} imports {other}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES.get)
-def test_imports_are_at_the_top(path):
-    for found in imports_of(path):
+def test_imports_are_at_the_top():
+    for path, found in ((file, one) for file in FILES for one in imports_of(file)):
         if found.in_function:
             key = (NAMES[path], found.module)
             assert key in LAZY_IMPORTS, f"{NAMES[path]}:{found.line}: {found.module} in a function"

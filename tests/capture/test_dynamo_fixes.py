@@ -251,6 +251,7 @@ def test_dtype_of_a_gradient_of_two_dtypes(dtypes):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", [1, 2, -1.5, float("inf")])
 @pytest.mark.parametrize(
     ("size", "dim"), [((1,), -1), ((2, 1), -1), ((1, 3), -2), ((1, 1, 2), (-3, 1))]
@@ -451,6 +452,7 @@ def test_one_channel_is_contiguous(op):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_gradients_of_a_mean_loss_of_no_elements(name, dynamic):

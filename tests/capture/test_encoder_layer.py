@@ -30,6 +30,7 @@ def make_layer(activation: str, norm_first: bool) -> nn.Module:
     return layer.eval()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("activation", "norm_first"), [("relu", False), ("gelu", True)])
 def test_encoder_layer_equals_eager(activation: str, norm_first: bool, mask: str) -> None:

@@ -116,6 +116,7 @@ def test_tensors_of_a_list_that_share_memory_are_written_in_turn(is_shared, dyna
 WEIGHTS = [0.25, 0.75, 0, torch.tensor(0.25), torch.tensor(0.75, dtype=torch.float64)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weight", WEIGHTS, ids=lambda weight: str(weight))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_lerp_in_place_writes_tensors_that_share_memory_in_turn(dtype, weight):

@@ -128,6 +128,7 @@ def test_find_overlaps(spans, pairs):
     assert [tuple(position for position, _ in pair) for pair in found] == pairs
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("executors", [["torch"], ["fuser", "torch"]], ids="-".join)
 @pytest.mark.parametrize("write", ["x[:, 1] = x[:, 0]", "x.mul_(2)", "x.diagonal().fill_(3)"])
 @pytest.mark.parametrize("view", ["x.flatten()", "x[1:]", "x.mT", "x.view(-1)[2:]"])

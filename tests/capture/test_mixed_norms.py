@@ -47,6 +47,7 @@ def check(model, make_input, run):
         torch.testing.assert_close(dict(compiled.named_buffers()), dict(model.named_buffers()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients(name, dtype):

@@ -50,6 +50,7 @@ def check(model: nn.Module, compiled: Any, *args: Any) -> Any:
     return expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",

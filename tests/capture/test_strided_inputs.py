@@ -59,6 +59,7 @@ FUNCTIONS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("first", ["whole", "at 2", "stepped"])  # how the input lies at capture
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_inputs_that_are_slices(f, first):

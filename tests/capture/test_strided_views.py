@@ -39,6 +39,7 @@ def write_windows(x):
     return x * 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "f", [write_row, write_row_at_own_offset, write_column, write_to_a_new_tensor, write_windows]
 )

@@ -147,6 +147,7 @@ FUNCTIONS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("remat", ["mincut", "none", "full"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -87,11 +87,16 @@ def trace(
     table = decompositions()
     with keep_upsampling_whole():
         graph = make_fx(function, tracing_mode=mode, decomposition_table=table)(*arguments)
-        functional = torch.func.functionalize(graph, remove="mutations")
-        graph = make_fx(functional, tracing_mode=mode)(*arguments)
+        if any(map(is_mutation, graph.graph.nodes)):
+            functional = torch.func.functionalize(graph, remove="mutations")
+            graph = make_fx(functional, tracing_mode=mode)(*arguments)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def is_mutation(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -127,6 +127,7 @@ def aliasing(results: Any, inputs: list[Any]) -> list[Any]:
     return [same, shared]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["inference", "train"])
 @pytest.mark.parametrize("name", CASES)

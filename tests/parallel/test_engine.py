@@ -256,6 +256,7 @@ def check_bits(pool, path: Path, shape, dtype: torch.dtype) -> None:
     assert [one[:2] for one in found] == wanted
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "shape"),

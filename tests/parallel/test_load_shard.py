@@ -51,6 +51,7 @@ def test_tensor_parallel(ranks, tmp_path, name):
     assert max(one.read for one in found) < 0.55  # norms, routers and shared key heads are whole
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", [SPREAD, MIXED, DATA], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_over_ranks(ranks, tmp_path, name, shape):

@@ -23,6 +23,7 @@ def folders(request, tmp_path_factory):
     return found, request.param
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", [TENSOR, EXPERT, BOTH], ids=["tensor", "expert", "both"])
 def test_every_layout(ranks, folders, shape):
     layouts, has_experts = folders

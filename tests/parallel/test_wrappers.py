@@ -46,6 +46,7 @@ def test_models_on_our_own_mesh(ranks_with_groups, name, shape):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("function", cases.FUNCTIONS)
 def test_functions_of_dtensors(ranks_with_groups, function, grad):

@@ -157,6 +157,7 @@ def test_one_rank_has_the_whole_model(name: str) -> None:
     assert rank.attention_specs == model.attention_specs
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 4), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", CASES | MORE_CASES)
 def test_planned_shard_matches_parallelize(name: str, shape: tuple[int, int, int]) -> None:

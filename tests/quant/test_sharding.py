@@ -14,6 +14,7 @@ def gaussian(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 def test_shards_match_the_whole_tensor(name, dim):

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations
+from torch.testing._internal import common_methods_invocations, common_utils
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo
+from torch.testing._internal.opinfo import core
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 import fulgurite
@@ -121,10 +122,7 @@ def calls(setting: Setting, limit: int | None) -> list[Call]:
     """The samples of an operator, the same at every call."""
     _seed()
     found = []
-    samples = setting.op.sample_inputs(
-        setting.device, setting.dtype, requires_grad=setting.gradient
-    )
-    for sample in samples:
+    for sample in sample_inputs(setting.op, setting.device, setting.dtype, setting.gradient):
         process = sample.output_process_fn_grad
         kwargs = sample.kwargs
         if setting.op.name in SORTS and not sample.args and sample.input.numel() > MANY_ELEMENTS:
@@ -133,6 +131,19 @@ def calls(setting: Setting, limit: int | None) -> list[Call]:
         if len(found) == limit:
             break
     return found
+
+
+def sample_inputs(
+    op: OpInfo, device: str, dtype: torch.dtype, gradient: bool = False
+) -> Iterator[SampleInput]:
+    """The database's samples. torch looks for a `unittest.TestCase` on the stack: not here.
+
+    For each sample it read the source of every frame, which was most of the CPU time of a check.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (common_utils, core):
+            patch.setattr(module, "extract_test_fn", lambda: None, raising=False)
+        yield from op.sample_inputs(device, dtype, requires_grad=gradient)
 
 
 def _seed() -> None:

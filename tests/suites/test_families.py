@@ -26,8 +26,13 @@ from tests.suites.comparison import assert_same_metadata, relative_error
 TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs with each
 # in the normal run; all of them with -m slow
 FUSED = ("llama", "convolutional")
-# one of each mechanism: dense, latent attention and routed experts, sinks, norms, encoder, no attention
-BFLOAT16 = ("llama", "deepseek_v3", "gpt_oss", "gemma3", "t5", "convolutional", "lstm")
+# Each mechanism in one dtype: latent attention and routed experts, sinks, norms, encoder and decoder, no
+# attention. Of families whose parts are in others (qwen3 in qwen3_moe, mixtral in both) none.
+BFLOAT16 = ("deepseek_v3", "gpt_oss", "gemma3", "t5", "lstm")
+FLOAT32 = (
+    *("llama", "qwen3_moe", "deepseek_v2", "llama4", "bert", "gpt2", "whisper"),
+    "convolutional",  # its norms' buffers are compared
+)
 VOCABULARY = 61
 BATCH, LENGTH = 2, 9
 
@@ -321,13 +326,13 @@ def check_float32(family: Family, executors: list[str], granularity: str) -> Any
     return compiled
 
 
-@cases(FAMILIES)
+@cases(FAMILIES, sample=FLOAT32)
 def test_float32_matches_eager(name: str, executors: list[str]) -> None:
     compiled = check_float32(FAMILIES[name](), executors, "model")
     assert not compiled.breaks, [str(found) for found in compiled.breaks]
 
 
-@cases(["llama", "bert"])
+@cases(["llama", "bert"], sample=["llama"])
 def test_blocks_match_eager(name: str, executors: list[str]) -> None:
     """Four equal layers, compiled once."""
     compiled = check_float32(decoder(name, num_hidden_layers=4), executors, "blocks")
@@ -355,6 +360,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_eager(name: str, executors: lis
     compiled: Any = fulgurite.compile(ours.model, executors=executors, granularity="model")
     result = run(ours, compiled)
     assert compiled.graphs, "nothing was compiled"
+    assert not compiled.breaks, [str(found) for found in compiled.breaks]
     assert_same_metadata(result.logits, eager.logits)
     for what, values in {
         "logits": lambda r: [r.logits],

@@ -76,6 +76,7 @@ def shadowing_names(torch_, math, args, device, base64, complex, slice, forward,
     return total * (1 + 2j), slice[1:] * float("-inf"), total[:2]
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize(
     ("function", "shapes"),

@@ -126,6 +126,7 @@ def test_other_forms_have_the_strides_of_eager(shapes, dtype):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [32, 20])

@@ -10,6 +10,7 @@ import fulgurite
 INF, NAN = float("inf"), float("nan")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("invert", [False, True])

@@ -41,6 +41,7 @@ def saved_dtypes(compiled):
     return [node.meta["val"].dtype for node in trace.outputs[1:]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
 @pytest.mark.parametrize("number", range(len(WINDOWS)), ids=lambda k: str(WINDOWS[k]))
 def test_windows_match_eager(number, executors):

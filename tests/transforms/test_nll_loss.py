@@ -13,6 +13,7 @@ from fulgurite.trace.region import Region
 SHAPES = [((7, 11), (7,)), ((11,), ()), ((3, 5, 4, 2), (3, 4, 2)), ((0, 5), (0,)), ((1, 1), (1,))]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("sizes, target_sizes", SHAPES)

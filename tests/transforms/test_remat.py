@@ -25,6 +25,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("remat", ["mincut", "full", "none"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compared_values_are_saved(name: str, remat: str) -> None:

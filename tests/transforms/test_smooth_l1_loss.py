@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import fulgurite
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradient(reduction, dtype):

@@ -16,6 +16,7 @@ parent hosts the store, so the store outlives every rank.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -213,6 +214,7 @@ def _run_rank(
 ) -> None:
     """The loop of a rank's process: functions in, results out, until the pipe is closed."""
     bind(lifeline)
+    gc.freeze()  # collections skip the fork server's objects, whose pages would be copied
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
     os.environ.clear()
     os.environ.update(environment)

@@ -94,6 +94,7 @@ def test_alternating_direction_spills_at_most_two_registers(tmp_path: Path) -> N
     assert count_stack_bytes(compile_schedule(schedule), tmp_path) <= 8
 
 
+@pytest.mark.covering
 @needs_compiler
 @pytest.mark.parametrize("int64_index", [False, True])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_decomposed_quantization_is_fused(before, format):
     assert len(region.kernels) == expected, [str(k.schedule) for k in region.kernels]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("count, width", [(1, 128), (5, 384), (3, 1), (17, 129), (64, 4096)])
 @pytest.mark.parametrize("before", [rms_norm, gated_silu])
 @pytest.mark.parametrize("format", FORMATS)

@@ -27,6 +27,7 @@ def schedule_case(name: str, width: int, dtype: torch.dtype) -> GpuSchedule:
     return schedule
 
 
+@pytest.mark.covering
 @needs_compiler
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize(

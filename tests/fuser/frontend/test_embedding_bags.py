@@ -28,6 +28,7 @@ def make_weight(dtype: torch.dtype = torch.float32, columns: int = 7) -> torch.T
     return torch.randn(11, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("padding_idx", [None, 4])
 @pytest.mark.parametrize("mode", MODES)
@@ -102,6 +103,7 @@ def gradients(function: Callable[..., torch.Tensor], *arguments: Any) -> list[to
     return list(torch.autograd.grad(function(*arguments).square().sum(), leaves))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_fused_forward_and_backward(dtype: torch.dtype, mode: str) -> None:

@@ -30,6 +30,7 @@ def test_integers(steps: int, dtype: torch.dtype) -> None:
     check_fused(lambda x: lines(dtype, steps, x), torch.zeros(1))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7, 100])
 def test_floats(steps: int, dtype: torch.dtype) -> None:

@@ -32,6 +32,7 @@ def result_of(function, *arguments):
         return type(error), str(error)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("position", [0, 2, 7, -1])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", CASES)
@@ -58,6 +59,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("source", COMPUTED)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "embedding"])
 def test_positions_in_a_value_that_the_graph_computes(name, source):

@@ -25,6 +25,7 @@ def inputs(height: int = 7, width: int = 9) -> tuple[torch.Tensor, torch.Tensor]
     return image, grid
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("align", [False, True], ids=["borders", "corners"])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])

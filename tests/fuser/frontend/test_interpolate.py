@@ -46,6 +46,7 @@ def image(
     return x.to(memory_format=formats[x.dim()]) if last and x.dim() in formats else x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradient_are_one_kernel_each(case, corners):
@@ -91,6 +92,7 @@ def test_nearest_of_bytes():
     check_fused(lambda x: aten.upsample_nearest2d.default(x, [9, 13]), x)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scale", [1.05, 2.05, 2.5, 0.6])
 @pytest.mark.parametrize(
     "name", ["upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"]
@@ -164,6 +166,7 @@ def test_dynamic_image_sizes(target, mode):
     assert len(f.kernels) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
 @pytest.mark.parametrize(
     "options", [{"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 5}]

@@ -27,6 +27,7 @@ def shape_of(sizes: tuple[int, ...], pad: list[int]) -> list[int]:
     return [n + a + b for n, (a, b) in zip(sizes, pairs, strict=True)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["reflection", "replication"])
 @pytest.mark.parametrize(("sizes", "pad"), PADS, ids=str)
 def test_forward_and_gradient_are_one_kernel_each(kind, sizes, pad):

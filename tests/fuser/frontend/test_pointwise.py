@@ -450,6 +450,7 @@ SIGNS_OF_ZERO = [  # torch's vector and scalar code agree on these
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("number", range(len(SIGNS_OF_ZERO)))
 def test_signs_of_zero(number, dtype):
@@ -462,6 +463,7 @@ def test_signs_of_zero(number, dtype):
     assert torch.equal(ours.signbit()[is_zero], eager.signbit()[is_zero])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("alpha", [0, 0.0, -0.0, 1, -1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sign_of_a_zero_difference(dtype, alpha):

@@ -45,6 +45,7 @@ def odd_image(last: bool = False) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if last else x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("include_pad", [True, False])
 @pytest.mark.parametrize("window", AVERAGES, ids=str)
 def test_averages(window, include_pad):
@@ -67,6 +68,7 @@ def test_divisor_override():
     check_fused(lambda g, x: aten.avg_pool2d_backward.default(g, x, *window), grad, x)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("window", MAXIMA, ids=str)
 def test_maxima_and_their_indices(window, last):

@@ -124,6 +124,7 @@ def test_accumulate_under_a_mask(dtype: torch.dtype) -> None:
     check(function, base, row, mask)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -557,6 +558,7 @@ def test_sizes_and_dtypes_that_torch_refuses(name):
         compiled(*inputs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_gradient_of_bags(mode, dtype):

@@ -15,6 +15,7 @@ from fulgurite.fuse import fuse
 from fulgurite.fuser.frontend.lower_graph import find_unsupported_reason
 from tests.fuser import support
 from tests.fuser.support import check_fused, check_interpreted, lower_for_target, to_target
+from tests.suites.operator_database import sample_inputs
 
 RUNS_ON_TRITON = True
 
@@ -352,12 +353,13 @@ NAMES = ("sort", "topk", "argsort", "msort", "kthvalue", "median", "nanmedian")
 OPS = [op for op in op_db if op.name in NAMES]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.full_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_operator_database(op: Any, dtype: torch.dtype) -> None:
     if dtype not in op.supported_dtypes("cpu") or not supports(dtype):
         pytest.skip("eager or the target has no kernel for this dtype")
-    samples = [s for s in op.sample_inputs("cpu", dtype) if is_comparable(s)][::2]
+    samples = [s for s in sample_inputs(op, "cpu", dtype) if is_comparable(s)][::2]
 
     def function(*inputs: torch.Tensor) -> Any:
         calls = [op(x, *s.args, **s.kwargs) for x, s in zip(inputs, samples, strict=True)]

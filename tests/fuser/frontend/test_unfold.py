@@ -42,6 +42,7 @@ def test_unfold(window):
         assert len(region.kernels) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fold(window, dtype):

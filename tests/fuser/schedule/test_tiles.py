@@ -47,6 +47,7 @@ def uses_tiles(function: Callable[..., Any], *arguments: torch.Tensor) -> bool:
     return any("transposed tiles" in str(kernel.schedule) for kernel in region.kernels)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("function", [layer_norm, softmax, log_sum_exp, first_maximum])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
 @pytest.mark.parametrize(("rows", "width"), [(16, 13), (77, 7), (130, 16), (1031, 31)])
@@ -127,6 +128,7 @@ def test_bools_of_lanes_are_arrays_of_integers() -> None:
     assert not any("alignas(64) bool" in kernel.source for kernel in kernels)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.uint8, F64, torch.bool])
 @pytest.mark.parametrize(("rows", "columns"), [(127, 131), (129, 145), (1000, 17), (19, 1031)])
 def test_transposes_of_odd_sizes(dtype: torch.dtype, rows: int, columns: int) -> None:
@@ -159,6 +161,7 @@ def test_transposes_do_not_read_behind_the_last_row() -> None:
     libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
 @pytest.mark.parametrize("width", [13, 31, 61, 125])
 def test_the_end_of_a_row_is_a_whole_vector(dtype: torch.dtype, width: int) -> None:

@@ -57,6 +57,7 @@ def assert_same_codes(actual: list[Tensor], expected: Any) -> None:
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", [(9, 256), (3, 384), (33, 1024)], ids=str)
 @pytest.mark.parametrize("format", [*ONE_KERNEL, "nvfp4"])
 @pytest.mark.parametrize("producer", [rms_norm, relu_gate])
@@ -101,6 +102,7 @@ def three_levels(x: Tensor) -> Tensor:
     return (pairs / scale).sum(-1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("columns", [16, 48, 240, 1008])
 @pytest.mark.parametrize(
     "function", [block_softmax_of_a_norm, row_sum_of_block_maxima, three_levels]

@@ -20,6 +20,7 @@ def make_rows(shape, dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return x, torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1]).to(dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, dtype) -> None:

@@ -127,6 +127,7 @@ class Program:
         return f"{a}.slice_scatter({source}, {dim}, {start}, {start + 2})", shape
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 @pytest.mark.parametrize(
     "seed", [*range(8), 5195, 5211]

@@ -67,6 +67,7 @@ MUTATIONS: list[tuple[Callable[..., Any], bool]] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("function", "in_place"), MUTATIONS, ids=lambda part: getattr(part, "__name__", str(part))
 )

@@ -155,6 +155,7 @@ PROGRAMS: dict[str, Callable[..., object]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("sizes", [(4, 8), (5, 7)])
 def test_interpreted(name: str, sizes: tuple[int, int]) -> None:
@@ -167,6 +168,7 @@ def test_interpreted(name: str, sizes: tuple[int, int]) -> None:
         check_against_eager(interpret_region(variant, arguments), function, arguments)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("sizes", [(4, 8), (5, 7)])
 def test_programs(name: str, sizes: tuple[int, int], always_split: None) -> None:

@@ -38,6 +38,7 @@ def test_float32(name):
     assert_close(paged_attention(*inputs), inputs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cache", [d for d in CACHE_DTYPES if d != torch.float32], ids=str)
 @pytest.mark.parametrize(
     "name", ["mixed", "odd sizes", "values in keys", "decode, batch", "heads first"]
@@ -235,6 +236,7 @@ def test_options_of_zero_are_rejected(option):
         paged_attention(*inputs.with_options(**{option: 0}))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
 @pytest.mark.parametrize("name", CASES)

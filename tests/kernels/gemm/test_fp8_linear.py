@@ -43,6 +43,7 @@ def assert_near(ours: Tensor, exact: Tensor, terms: int) -> None:
     assert distance <= allowed, f"{distance} from the exact result, {allowed} allowed"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["recompute", "keep"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

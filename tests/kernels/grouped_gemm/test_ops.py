@@ -29,6 +29,7 @@ def test_rows_of_another_k():
         grouped_gemm(torch.randn(4, 32), offsets, torch.randn(3, 8, 64))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["silu", "gelu", "clamped"])
 def test_saved_sums_have_the_gradients_of_recomputed_ones(kind, compiled, monkeypatch):

@@ -26,6 +26,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     assert (actual.double() - expected).abs().max() <= tolerance * (1 + expected.abs().max())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("use_reference", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", STEPS)

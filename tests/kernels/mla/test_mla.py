@@ -39,6 +39,7 @@ def test_float32(name):
     assert_close(mla_attention(inputs), inputs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cache", [d for d in CACHE_DTYPES if d != torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["mixed", "odd sizes", "no rotary part", "blocks of 5"])
 def test_low_precision_cache(name, cache):

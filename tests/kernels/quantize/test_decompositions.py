@@ -38,6 +38,7 @@ def assert_same_codes(actual, expected) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_decomposed_casts_match_the_codec(format, dtype):

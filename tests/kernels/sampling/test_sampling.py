@@ -136,6 +136,7 @@ def test_sampled_distribution_matches_the_reference(setting, sample_row: SampleR
         assert stats.chisquare(observed[keep], expected).pvalue > 0.001
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("size", [1, 2, 17, 300, 5000])
 @pytest.mark.parametrize("spread", [1, 6])

@@ -27,6 +27,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("length", [1, 40, 70])
 def test_logits_match_transformers(pair: ModelPair, length: int) -> None:
     ids = make_prompt(length)

@@ -131,6 +131,7 @@ def test_infinity_saturates_without_affecting_its_neighbours(name):
     assert torch.equal(y[1][neighbours], clean.dequantize()[1][neighbours])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e30, 3e38])
 def test_all_magnitudes(name, magnitude):

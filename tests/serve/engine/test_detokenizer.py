@@ -139,6 +139,7 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("name", BACKENDS)
 def test_text_does_not_depend_on_the_groups_of_tokens(name: str, seed: int) -> None:

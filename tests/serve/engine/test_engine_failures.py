@@ -57,6 +57,7 @@ def test_a_listener_may_cancel_others(model: CausalLM) -> None:
     check_idle(engine)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "where",
     [

@@ -87,6 +87,7 @@ FAMILIES = {  # name: kind of cache
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_handed_over_prompt_gives_the_same_bits(name: str, max_bytes: int, tmp_path) -> None:
@@ -190,6 +191,7 @@ def small_engine(model: CausalLM, blocks: int) -> Engine:
     return make_engine(model, context=64, cache_tokens=blocks * 4, max_batched_tokens=16)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("held", [1, 20, 24, 29, 30, 31, 32])
 def test_import_into_a_nearly_full_pool(model, held: int, max_bytes: int) -> None:

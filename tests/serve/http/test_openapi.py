@@ -75,6 +75,7 @@ def send_cases(schema: Any, method: str, path: str, mode: GenerationMode, count:
     assert kinds, "no request was sent"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), WITH_INPUT)
 def test_random_requests(schema: Any, method: str, path: str, mode: GenerationMode) -> None:

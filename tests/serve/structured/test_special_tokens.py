@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("use_forced", [True, False])
 @pytest.mark.parametrize("kind, source, text", CASES)
 def test_the_name_of_a_special_token_is_text(

@@ -33,7 +33,7 @@ def test_fifty_steps_train_as_one(pair):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("qwen3", 8), ("dots1", 6), pytest.param("qwen3", 50, marks=pytest.mark.slow)],
+    [("dots1", 6), *(pytest.param("qwen3", n, marks=pytest.mark.slow) for n in (8, 50))],
 )
 def test_compiled_layers_train_as_one(pair, name, steps):
     """Collectives are ops of the graphs, which break at the experts only."""
