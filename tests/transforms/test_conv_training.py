@@ -93,6 +93,17 @@ def test_saved_bytes_are_explained_for_a_result_that_is_a_convolution():
     assert "saved" in str(compiled.explain())
 
 
+@pytest.mark.parametrize("activation", [nn.ELU, nn.Hardswish, nn.ReLU6, nn.Softplus])
+def test_operands_of_several_layouts(activation):
+    """torch's fake rules of these gradients predict the layout of another operand than its kernels."""
+    norm = nn.InstanceNorm2d(16, affine=True)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), norm, activation(), nn.Conv2d(16, 16, 3))
+    compiled = check_step(net, torch.randn(2, 3, 9, 8))
+    for graph in compiled.graphs:
+        assert not graph.fallbacks
+    check_step(net, torch.randn(2, 3, 9, 8), executors=["torch"])
+
+
 @pytest.mark.parametrize("padding", ["valid", "same"])
 def test_padding_by_name(padding):
     net = nn.Sequential(nn.Conv2d(8, 24, 3, padding=padding), nn.ReLU())
