@@ -147,17 +147,25 @@ def _unify_operands(node: fx.Node, changed: Sequence[fx.Node]) -> None:
     torch's fake rules of some ops predict another layout than their kernels return for operands of
     different layouts (`elu_backward`). A generated kernel reads the operand in place.
     """
-    result = next(iter_tensors(fake_value(node)), None)
+    result = next(iter(iter_tensors(fake_value(node))), None)
     peers = [n for n in node.all_input_nodes if result is not None and _is_like(n, result)]
     leader = next((n for n in peers if n in changed), None)
     if leader is None:
         return
-    wanted = fake_value(leader)
+    wanted = _dim_order(fake_value(leader))
     with node.graph.inserting_before(node):
         for source in peers:
-            if _order(fake_value(source)) != _order(wanted):
-                copy = _copy_to_layout(source, wanted, is_in_backward(node))
+            if _dim_order(fake_value(source)) != wanted:
+                copy = _copy_in_order(source, wanted, is_in_backward(node))
                 node.replace_input_with(source, copy)
+
+
+def _dim_order(value: Tensor) -> list[int]:
+    """The dimensions from the largest stride to the smallest; those of size 1 are last."""
+    sizes = [str(size) == "1" for size in value.shape]
+    return sorted(
+        range(value.dim()), key=lambda dim: (sizes[dim], -size_hint(value.stride(dim)), dim)
+    )
 
 
 def _is_like(node: fx.Node, result: Tensor) -> bool:
@@ -195,17 +203,25 @@ def _restore_layout(node: fx.Node, old: Tensor) -> fx.Node:
     return view
 
 
-def _copy_to_layout(node: fx.Node, old: Tensor, in_backward: bool = False) -> fx.Node:
+def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
     """A copy of a node's value with the sizes and strides of an old one."""
-    graph = node.graph
     order = sorted(range(old.dim()), key=lambda dim: (-size_hint(old.stride(dim)), dim))
-    permuted = graph.call_function(aten.permute.default, (node, order))
+    result = _copy_in_order(node, order)
+    if _order(fake_value(result)) != _order(old):
+        raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
+    return result
+
+
+def _copy_in_order(node: fx.Node, order: Sequence[int], in_backward: bool = False) -> fx.Node:
+    """A dense copy of a node's value, its dimensions in memory from the outermost to the innermost."""
+    graph = node.graph
+    permuted = graph.call_function(aten.permute.default, (node, list(order)))
     copied = graph.call_function(
         aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format}
     )
-    back = [order.index(dim) for dim in range(old.dim())]
+    back = [order.index(dim) for dim in range(len(order))]
     result = graph.call_function(aten.permute.default, (copied, back))
-    if order == sorted(order):  # contiguous
+    if list(order) == sorted(order):  # contiguous
         copied.args = (node,)
         graph.erase_node(result)
         graph.erase_node(permuted)
@@ -216,6 +232,4 @@ def _copy_to_layout(node: fx.Node, old: Tensor, in_backward: bool = False) -> fx
             set_fake_value(new, new.target(*args, **new.kwargs))  # type: ignore[operator]
             if in_backward:
                 mark_in_backward(new)
-    if _order(fake_value(result)) != _order(old):
-        raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
     return result

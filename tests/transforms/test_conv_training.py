@@ -187,6 +187,24 @@ def test_operands_of_several_layouts(activation):
     check_step(net, torch.randn(2, 3, 9, 8), executors=["torch"])
 
 
+def test_slices_of_channels_last_tensors():
+    """The gradients of concatenated tensors are slices, whose strides no copy has."""
+
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(32, 5, 3)
+            self.mid = nn.Conv2d(16, 16, 3, padding=1)
+
+        def forward(self, x):
+            y = self.down(x)
+            z = nn.functional.elu(nn.functional.group_norm(self.mid(y), 4))
+            return self.up(torch.cat([nn.functional.silu(z), nn.functional.elu(y)], 1))
+
+    compiled = check_step(Skip(), torch.randn(2, 3, 8, 8))
+    assert str(compiled.last_trace("backward")).count("conv_weight_gradient(") == 3
+
+
 @pytest.mark.parametrize("padding", ["valid", "same"])
 def test_padding_by_name(padding):
     net = nn.Sequential(nn.Conv2d(8, 24, 3, padding=padding), nn.ReLU())
