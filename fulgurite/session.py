@@ -77,6 +77,7 @@ from fulgurite.transforms.convolution_bias import (
     has_biased_convolutions,
     split_convolution_bias,
 )
+from fulgurite.transforms.convolutions import has_convolutions, use_own_convolutions
 from fulgurite.transforms.false_schemas import find_false_schemas, has_custom_ops
 from fulgurite.transforms.matmuls import has_matmuls, use_own_matmuls
 from fulgurite.transforms.pack_weights import has_library_calls, pack_weights
@@ -286,6 +287,9 @@ class Session:
             trace = self.run_step(record, "pack_weights", pack, trace, "optional")
         if FUSER in options.executors and tuner is not None and has_matmuls(trace):
             trace = self.run_step(record, "use_own_matmuls", use_own_matmuls, trace, "optional")
+        if FUSER in options.executors and tuner is not None and has_convolutions(trace):
+            change = use_own_convolutions
+            trace = self.run_step(record, "use_own_convolutions", change, trace, "optional")
         trace = self.lower_or_fall_back(record, trace, tuner)
         trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
         wrap = self.wrap_in_cuda_graph(record, trace)

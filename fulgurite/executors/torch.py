@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fulgurite.cudagraph.attention_seeds import find_seeded_function
 from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
-from fulgurite.kernels.conv import direct, gradients
+from fulgurite.kernels.conv import dense, direct, gradients
 from fulgurite.kernels.conv import ops as conv_ops
 from fulgurite.kernels.conv.matmul import matmul
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
@@ -68,6 +68,8 @@ OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     conv_ops.packed_linear.overload: direct.packed_linear,
     gradients.packed_conv_transpose.overload: direct.packed_conv_transpose,
     gradients.conv_weight_gradient.overload: direct.conv_weight_gradient,
+    dense.conv2d.overload: direct.conv2d,
+    dense.conv_transpose2d.overload: direct.conv_transpose2d,
     matmul.overload: direct.matmul,
 }
 _DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}

@@ -7,6 +7,7 @@ allocation, and a call of the C++ kernel (`kernels/conv/cpu.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from fulgurite.config import read_env
 from fulgurite.device import num_cpu_threads
 from fulgurite.host.expression import Unsupported
 from fulgurite.host.words import Argument, Op, StepWriter
-from fulgurite.kernels.conv import cpu, gradients, ops
+from fulgurite.kernels.conv import cpu, dense, gradients, ops
+from fulgurite.kernels.conv.cpu import ConvParameters
 from fulgurite.kernels.conv.matmul import matmul
 from fulgurite.trace.node_meta import fake_value
 
@@ -25,6 +27,8 @@ PACKED_OPS = (
     ops.packed_linear.overload,
     gradients.packed_conv_transpose.overload,
     gradients.conv_weight_gradient.overload,
+    dense.conv2d.overload,
+    dense.conv_transpose2d.overload,
     matmul.overload,
 )
 
@@ -49,35 +53,85 @@ def write_packed_call(
     arguments   of the op, in the order of its schema
     out         the node, and the slot of its value
     """
-    result, slot = fake_value(out[0]), out[1]
     if op is matmul.overload:
         return _write_matmul(lowering, arguments, out, writer)
-    if op is gradients.conv_weight_gradient.overload:
-        gradient, x, *rest = arguments
-        weight, bias, residual = gradient, None, None
-        value = fake_value(gradient)
-        if value.stride() != cpu.channels_last_strides(value.shape):
-            raise Unsupported("a gradient in another layout")
-        assert result.is_contiguous(), "so says its fake rule"
-        _check_layout(lowering, gradient, value, writer)
-        name = cpu.WEIGHT_GRADIENT if rest[-1] == 1 else cpu.DEPTHWISE_WEIGHT_GRADIENT
-        numbers = cpu.weight_gradient_numbers(value, fake_value(x), *rest[:-1])
-    else:
-        x, weight, bias, residual, *rest = arguments
-        name, numbers = _find_kernel(op, fake_value(x), rest)
-    _check_layout(lowering, x, fake_value(x), writer)
-    if residual is not None:
-        if fake_value(residual).stride() != result.stride():
-            raise Unsupported("a residual with another layout")
-        _check_layout(lowering, residual, result, writer)
+    result, slot = fake_value(out[0]), out[1]
+    call = _plan_call(op, arguments)
+    for node in filter(None, call.checked):
+        _check_layout(lowering, node, fake_value(node), writer)
+    residual = call.operands[3]
+    if residual is not None and fake_value(residual).stride() != result.stride():
+        raise Unsupported("a residual with another layout")
     lowering._write_allocation(result, slot, writer)
+    words = [*_addresses(lowering, call.operands), Argument.ADDRESS, slot, 0]
+    return _write_run(lowering, call, words, writer)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A kernel's call.
+
+    operands   x, weight, bias, residual
+    checked    operands whose layout the numbers contain
+    packing    the numbers of a weight's packing
+    """
+
+    name: str
+    operands: tuple[fx.Node | None, ...]
+    checked: tuple[fx.Node | None, ...]
+    numbers: Sequence[Any]
+    packing: Sequence[Any] = ()
+
+
+def _plan_call(op: Any, arguments: Sequence[Any]) -> _Call:
+    if op is gradients.conv_weight_gradient.overload:
+        return _plan_weight_gradient(*arguments)
+    if op in (dense.conv2d.overload, dense.conv_transpose2d.overload):
+        return _plan_dense(op, *arguments)
+    x, weight, bias, residual, *rest = arguments
+    value = fake_value(x)
+    if op is ops.packed_linear.overload:
+        name, numbers = cpu.CONV, cpu.linear_numbers(value, *rest)
+    elif op is ops.packed_conv.overload:
+        p = ConvParameters(*rest)
+        name, numbers = cpu.kernel_name(value.shape[1], p), cpu.conv_numbers(value, p)
+    else:
+        name, numbers = cpu.TRANSPOSE, cpu.conv_numbers(value, ConvParameters(*rest[1:]), rest[0])
+    return _Call(name, (x, weight, bias, residual), (x, residual), numbers)
+
+
+def _plan_weight_gradient(gradient: fx.Node, x: fx.Node, kernel: Any, *geometry: Any) -> _Call:
+    value = fake_value(gradient)
+    if value.stride() != cpu.channels_last_strides(value.shape):
+        raise Unsupported("a gradient in another layout")
+    p = ConvParameters((value.shape[1], *kernel), *geometry)
+    numbers = cpu.weight_gradient_numbers(value, fake_value(x), p)
+    name = cpu.weight_gradient_kernel(p.groups)
+    return _Call(name, (x, gradient, None, None), (x, gradient), numbers)
+
+
+def _plan_dense(op: Any, x: fx.Node, weight: fx.Node, bias: Any, *rest: Any) -> _Call:
+    if bias is not None and fake_value(bias).stride() != (1,):
+        raise Unsupported("a bias that is not contiguous")
+    image, filters = fake_value(x), fake_value(weight)
+    if op is dense.conv2d.overload:
+        p = ConvParameters((filters.shape[0], *filters.shape[2:]), *rest)
+        call = cpu.dense_conv_call(image, filters, p)
+    else:
+        size, *geometry = rest
+        p = ConvParameters((filters.shape[1] * geometry[-1], *filters.shape[2:]), *geometry)
+        call = cpu.dense_transpose_call(image, filters, size, p)
+    operands = (x, weight, bias, None)
+    return _Call(call.name, operands, operands, call.numbers, call.packing)
+
+
+def _addresses(lowering: _Lowering, nodes: Sequence[fx.Node | None]) -> list[int]:
     words: list[int] = []
-    for node in (x, weight, bias, residual):
+    for node in nodes:
         words += (
             [Argument.VALUE, 0, 0] if node is None else [Argument.ADDRESS, lowering._slot(node), 0]
         )
-    words += [Argument.ADDRESS, slot, 0]
-    return _write_run(lowering, name, words, numbers, writer)
+    return words
 
 
 def _write_matmul(
@@ -90,28 +144,22 @@ def _write_matmul(
     if bias is not None and not fake_value(bias).is_contiguous():
         raise Unsupported("a bias that is not contiguous")
     lowering._write_allocation(fake_value(out[0]), out[1], writer)
-    words: list[int] = []
-    for node in (a, b, bias):
-        words += (
-            [Argument.VALUE, 0, 0] if node is None else [Argument.ADDRESS, lowering._slot(node), 0]
-        )
-    words += [Argument.ADDRESS, out[1], 0]
+    words = [*_addresses(lowering, (a, b, bias)), Argument.ADDRESS, out[1], 0]
     numbers = cpu.matmul_numbers(fake_value(a), fake_value(b))
-    return _write_run(lowering, cpu.MATMUL, words, numbers, writer)
+    call = _Call(cpu.MATMUL, (a, b, bias), (a, b, bias), numbers)
+    return _write_run(lowering, call, words, writer)
 
 
 def _write_run(
-    lowering: _Lowering,
-    name: str,
-    words: list[int],
-    numbers: Sequence[Any],
-    writer: StepWriter,
+    lowering: _Lowering, call: _Call, words: list[int], writer: StepWriter
 ) -> Callable[..., None]:
     """Write the call of a kernel with addresses, numbers and threads; returns what raises its error."""
-    for operand in lowering._operands(numbers, writer):
+    for operand in lowering._operands(call.numbers, writer):
         words += [Argument.VALUE, operand, 0]
     words += _threads()
-    kernel = cpu.load_kernel(name)
+    for operand in lowering._operands(call.packing, writer):
+        words += [Argument.VALUE, operand, 0]
+    kernel = cpu.load_kernel(call.name)
     writer.program.add_object(kernel)  # keeps its library loaded
     writer.add(Op.RUN, [kernel.address, 0, len(words) // 3, *words])
 
@@ -119,15 +167,6 @@ def _write_run(
         raise kernel.make_error(status)
 
     return raise_error
-
-
-def _find_kernel(op: Any, x: torch.Tensor, rest: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
-    """The kernel of a packed call, and its numbers."""
-    if op is ops.packed_conv.overload:
-        return cpu.kernel_name(x.shape[1], rest[0], rest[4]), cpu.conv_numbers(x, *rest)
-    if op is gradients.packed_conv_transpose.overload:
-        return cpu.TRANSPOSE, cpu.transpose_numbers(x, *rest)
-    return cpu.CONV, cpu.linear_numbers(x, *rest)
 
 
 def _check_layout(

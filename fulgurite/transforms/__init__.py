@@ -15,6 +15,8 @@ after autograd (on functional ATen graphs), or after claiming (each call has its
     scaled_mm.py        scaled and grouped matmuls of user code → our kernels
     pack_weights.py     convolutions and linears with packed weights on the CPU
                         (library_calls.py: which ones; layouts.py: channels-last)
+    conv_training.py    channels-last convolutions in training, and their weight gradients
+    matmuls.py, convolutions.py   our float32 kernels in training, where measured.py finds them faster
     fp8.py              FP8 training
     false_schemas.py    catch custom operators that mutate an argument against their schema
     nonfinite.py, annotation.py, op_times.py   debugging and profiling, on top of instrument.py

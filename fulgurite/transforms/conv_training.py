@@ -3,13 +3,14 @@
 In: the joint graph of forward and backward, before it is split. Out: the same graph, where 2-d convolutions and
 their gradients read and return channels-last tensors. torch's kernels take them without reordering, and so do the
 ops between (`layouts.py`). Results of the graph, gradients of parameters included, have the strides of eager mode.
+A 1-d convolution is one of images of one row.
 
     grad_x, grad_w, grad_b = convolution_backward(grad, x, w, …)
     →   grad_x, _, _ = convolution_backward(grad, x, w, …, [True, False, False])
         grad_w = fulgurite::conv_weight_gradient(grad, x, …)
         grad_b = grad.sum([0, 2, 3])
 
-Left as they are: other dtypes than float32, transposed and 3-d convolutions, symbolic sizes.
+Left as they are: other dtypes than float32, 3-d convolutions, symbolic sizes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fulgurite.kernels.conv import gradients, packing
 from fulgurite.native import find_compiler
 from fulgurite.trace.metadata import find_fake_mode, run_node, use_fake_mode
 from fulgurite.trace.node_meta import (
+    copy_location,
     fake_value,
     has_fake_value,
     is_in_backward,
@@ -35,18 +37,27 @@ from fulgurite.transforms.layouts import CannotRelayout, update_layouts
 from fulgurite.transforms.library_calls import read_geometry
 
 aten = torch.ops.aten
-MIN_DEPTHWISE_TAPS = 16  # of a depthwise filter: torch's kernels are as fast for fewer (3 x 3)
+# positions of the tensors, and of stride, padding, dilation and output padding with what one row has
+TENSORS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 1, 2)}
+GEOMETRY = {
+    aten.convolution.default: {3: 1, 4: 0, 5: 1, 7: 0},
+    aten.convolution_backward.default: {4: 1, 5: 0, 6: 1, 8: 0},
+}
 
 
 def use_channels_last(joint: fx.GraphModule) -> None:
     """Let 2-d convolutions of a joint graph run on channels-last tensors."""
-    if not any(map(_is_image_convolution, joint.graph.nodes)):
+    if not any(_is_convolution(node, 3) or _is_convolution(node, 4) for node in joint.graph.nodes):
         return
     module = copy_module(joint)
     before = {node: fake_value(node) for node in module.graph.nodes if has_fake_value(node)}
+    images: dict[fx.Node, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if _is_convolution(node, 3):
+            _make_2d(module, node, images, before)
     converted: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
-        if not _is_image_convolution(node):
+        if not _is_convolution(node, 4):
             continue
         operands = (
             node.args[:2] if node.target is aten.convolution_backward.default else node.args[:1]
@@ -71,25 +82,85 @@ def use_channels_last(joint: fx.GraphModule) -> None:
     joint.recompile()
 
 
-def _is_image_convolution(node: fx.Node) -> bool:
-    """Whether the node is a 2-d convolution of float32 images on the CPU, or the gradient of one."""
-    if node.op != "call_function":
+def _is_convolution(node: fx.Node, dim: int) -> bool:
+    """Whether the node is a convolution of float32 tensors of some dimensions on the CPU, or its gradient."""
+    if node.op != "call_function" or node.target not in TENSORS:
         return False
-    if node.target is aten.convolution.default:
-        x, weight, transposed = node.args[0], node.args[1], node.args[6]
-    elif node.target is aten.convolution_backward.default:
-        x, weight, transposed = node.args[1], node.args[2], node.args[7]
-    else:
+    transposed = node.args[6 if node.target is aten.convolution.default else 7]
+    if transposed and find_compiler() is None:  # torch's kernels gain nothing
         return False
-    return not transposed and all(map(_is_image, (x, weight)))
+    return all(_is_image(node.args[position], dim) for position in TENSORS[node.target])
 
 
-def _is_image(node: Any) -> bool:
+def _is_image(node: Any, dim: int) -> bool:
     value = fake_value(node) if isinstance(node, fx.Node) else None
-    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 4:
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != dim:
         return False
     sizes = all(isinstance(size, int) and size > 0 for size in value.shape)
     return sizes and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def _make_2d(
+    module: fx.GraphModule,
+    node: fx.Node,
+    images: dict[fx.Node, fx.Node],
+    before: dict[fx.Node, Any],
+) -> None:
+    """Replace a 1-d convolution, or its gradient, by that of images of one row.
+
+    images   the tensors that are images already
+    """
+
+    mode = find_fake_mode(module)
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        new = node.graph.call_function(target, args)
+        copy_location(node, new)
+        if is_in_backward(node):
+            mark_in_backward(new)
+        inputs = {source: fake_value(source) for source in new.all_input_nodes}
+        with use_fake_mode(mode):
+            set_fake_value(new, run_node(module, new, inputs))
+        before[new] = fake_value(new)
+        return new
+
+    def add_squeeze(image: fx.Node, old: fx.Node) -> None:
+        before[image] = _as_image(fake_value(old), mode)
+        row = add(aten.squeeze.dim, image, 2)
+        before[row] = fake_value(old)
+        set_fake_value(row, fake_value(old))  # until `update_layouts` computes it
+        old.replace_all_uses_with(row)
+
+    args = list(node.args)
+    with node.graph.inserting_before(node):
+        for position in TENSORS[node.target]:
+            source: fx.Node = args[position]  # type: ignore[assignment]
+            if source not in images:
+                images[source] = add(aten.unsqueeze.default, source, 2)
+            args[position] = images[source]
+        for position, single in GEOMETRY[node.target].items():
+            args[position] = [single, *args[position]]  # type: ignore[misc]
+        new = add(node.target, *args)
+        if node.target is aten.convolution.default:
+            add_squeeze(new, node)
+        else:
+            before[new] = tuple(_as_image(value, mode) for value in fake_value(node))
+        for item in list(node.users):
+            result = add(operator.getitem, new, item.args[1])
+            if fake_value(item).dim() == 3:
+                add_squeeze(result, item)
+            else:
+                item.replace_all_uses_with(result)
+            node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _as_image(value: Any, mode: Any) -> Any:
+    """The value of a 1-d convolution, or a gradient of it, as images of one row; a bias stays as it is."""
+    if not isinstance(value, Tensor) or value.dim() != 3:
+        return value
+    with use_fake_mode(mode):
+        return value.unsqueeze(2)
 
 
 def _convert(source: fx.Node, reader: fx.Node) -> fx.Node:
@@ -109,15 +180,15 @@ def _convert(source: fx.Node, reader: fx.Node) -> fx.Node:
 
 def _split_backward(module: fx.GraphModule, node: fx.Node, before: dict[fx.Node, Any]) -> None:
     """Compute the gradients of weight and bias by ops of their own."""
-    gradient, x, weight, _, stride, padding, dilation, _, _, groups, mask = node.args
+    gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = node.args
     filters, channels = fake_value(weight).shape, fake_value(x).shape[1]  # type: ignore[arg-type]
-    taps = filters[2] * filters[3]
-    is_depthwise = packing.is_depthwise(filters[0], channels, groups)  # type: ignore[arg-type]
-    is_ours = groups == 1 or (is_depthwise and taps >= MIN_DEPTHWISE_TAPS)
-    if not is_ours or not mask[1]:  # type: ignore[index]
+    is_depthwise = packing.is_depthwise(filters[0], channels, groups) and filters[1] == 1  # type: ignore[arg-type]
+    if not (groups == 1 or is_depthwise) or not mask[1]:  # type: ignore[index]
         return
     geometry = read_geometry((stride, padding, dilation), 2)
-    arguments = (gradient, x, list(filters[2:]), *geometry, groups)
+    # the gradient of a transposed convolution's weight is that of a convolution from its result to its input
+    images = (x, gradient) if transposed else (gradient, x)
+    arguments = (*images, list(filters[2:]), *geometry, groups)
     results: dict[int, tuple[Any, tuple[Any, ...]]] = {
         1: (gradients.conv_weight_gradient.overload, arguments)
     }

@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fulgurite.trace.cost import is_view, size_hint
+from fulgurite.trace.cost import is_view, iter_tensors, size_hint
 from fulgurite.trace.metadata import find_fake_mode, run_node, use_fake_mode
 from fulgurite.trace.mutations import mutated_inputs
-from fulgurite.trace.node_meta import fake_value, has_side_effect, set_fake_value
+from fulgurite.trace.node_meta import (
+    fake_value,
+    has_side_effect,
+    is_in_backward,
+    mark_in_backward,
+    set_fake_value,
+)
 from fulgurite.trace.purity import find_escaping
 
 aten = torch.ops.aten
@@ -71,7 +77,9 @@ def _adapt(
     """Compute the value of a node whose inputs have other layouts, or let it read copies."""
     if not _can_adapt(node):
         _restore_inputs(node, changed, before)
-    elif not _recompute(module, node):
+        return
+    _unify_operands(node, changed)
+    if not _recompute(module, node):
         _restore_inputs(node, changed, before)
         if not _recompute(module, node):
             raise CannotRelayout(f"{node.name} can't run on other layouts")
@@ -133,6 +141,41 @@ def _recompute(module: fx.GraphModule, node: fx.Node) -> bool:
     return True
 
 
+def _unify_operands(node: fx.Node, changed: Sequence[fx.Node]) -> None:
+    """Bring the operands of an elementwise op to one layout, that of the first changed one.
+
+    torch's fake rules of some ops predict another layout than their kernels return for operands of
+    different layouts (`elu_backward`). A generated kernel reads the operand in place.
+    """
+    result = next(iter(iter_tensors(fake_value(node))), None)
+    peers = [n for n in node.all_input_nodes if result is not None and _is_like(n, result)]
+    leader = next((n for n in peers if n in changed), None)
+    if leader is None:
+        return
+    wanted = _dim_order(fake_value(leader))
+    with node.graph.inserting_before(node):
+        for source in peers:
+            if _dim_order(fake_value(source)) != wanted:
+                copy = _copy_in_order(source, wanted, is_in_backward(node))
+                node.replace_input_with(source, copy)
+
+
+def _dim_order(value: Tensor) -> list[int]:
+    """The dimensions from the largest stride to the smallest; those of size 1 are last."""
+    sizes = [str(size) == "1" for size in value.shape]
+    return sorted(
+        range(value.dim()), key=lambda dim: (sizes[dim], -size_hint(value.stride(dim)), dim)
+    )
+
+
+def _is_like(node: fx.Node, result: Tensor) -> bool:
+    """Whether a node has the sizes of a result, and no dimension is expanded."""
+    value = fake_value(node)
+    if not isinstance(value, Tensor) or [*map(str, value.shape)] != [*map(str, result.shape)]:
+        return False
+    return "0" not in _order(value)
+
+
 def _restore_inputs(
     node: fx.Node, sources: Sequence[fx.Node], before: Mapping[fx.Node, Any]
 ) -> None:
@@ -162,15 +205,23 @@ def _restore_layout(node: fx.Node, old: Tensor) -> fx.Node:
 
 def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
     """A copy of a node's value with the sizes and strides of an old one."""
-    graph = node.graph
     order = sorted(range(old.dim()), key=lambda dim: (-size_hint(old.stride(dim)), dim))
-    permuted = graph.call_function(aten.permute.default, (node, order))
+    result = _copy_in_order(node, order)
+    if _order(fake_value(result)) != _order(old):
+        raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
+    return result
+
+
+def _copy_in_order(node: fx.Node, order: Sequence[int], in_backward: bool = False) -> fx.Node:
+    """A dense copy of a node's value, its dimensions in memory from the outermost to the innermost."""
+    graph = node.graph
+    permuted = graph.call_function(aten.permute.default, (node, list(order)))
     copied = graph.call_function(
         aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format}
     )
-    back = [order.index(dim) for dim in range(old.dim())]
+    back = [order.index(dim) for dim in range(len(order))]
     result = graph.call_function(aten.permute.default, (copied, back))
-    if order == sorted(order):  # contiguous
+    if list(order) == sorted(order):  # contiguous
         copied.args = (node,)
         graph.erase_node(result)
         graph.erase_node(permuted)
@@ -179,6 +230,6 @@ def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
         if not new._erased:
             args = fx.node.map_arg(new.args, fake_value)
             set_fake_value(new, new.target(*args, **new.kwargs))  # type: ignore[operator]
-    if _order(fake_value(result)) != _order(old):
-        raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
+            if in_backward:
+                mark_in_backward(new)
     return result

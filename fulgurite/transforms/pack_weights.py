@@ -173,8 +173,8 @@ def _add_transposed(call: LibraryCall, add: Any) -> fx.Node:
     new = add(
         gradients.packed_conv_transpose.overload,
         add(aten.unsqueeze.default, call.x, 2) if is_1d else call.x, weight, bias, call.residual,
-        [out_channels, *ones, *value.shape[2:]], stride, [0, *padding] if is_1d else padding,
-        [*ones, *dilation], call.groups, [*ones, *call.size],
+        [*ones, *call.size], [out_channels, *ones, *value.shape[2:]], stride,
+        [0, *padding] if is_1d else padding, [*ones, *dilation], call.groups,
         call.activation, list(call.parameters), call.scale is not None,
     )  # fmt: skip
     return add(aten.squeeze.dim, new, 2) if is_1d else new

@@ -10,6 +10,16 @@ import torch
 from torch import nn
 
 import fulgurite
+from fulgurite.trace.node_meta import set_fake_value
+from fulgurite.transforms import convolutions, measured
+
+
+@pytest.fixture
+def ours_is_faster(monkeypatch):
+    """Timings in which our kernels are twice as fast; none is stored."""
+    monkeypatch.setattr(measured, "time_calls", lambda _: {"torch": 2.0, "fulgurite": 1.0})
+    monkeypatch.setattr(measured, "read_decision", lambda *_: None)
+    monkeypatch.setattr(measured, "write_decision", lambda *_: None)
 
 
 class Block(nn.Module):
@@ -64,11 +74,84 @@ def test_a_training_step_of_convolutions(is_channels_last):
     assert len(copies) <= 2  # the input and the result: nothing between is copied
 
 
-def test_depthwise_filters_with_many_taps():
-    compiled = check_step(Block(32, kernel=7, groups=32), torch.randn(2, 32, 12, 12))
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_depthwise_filters(kernel):
+    compiled = check_step(Block(32, kernel=kernel, groups=32), torch.randn(2, 32, 12, 12))
     assert "conv_weight_gradient(" in str(compiled.last_trace("backward"))
-    compiled = check_step(Block(32, kernel=3, groups=32), torch.randn(2, 32, 12, 12))
-    assert "conv_weight_gradient(" not in str(compiled.last_trace("backward"))
+
+
+LAYERS_1D = {
+    "dilated": lambda: nn.Conv1d(6, 20, 3, dilation=2, padding=2),
+    "strided": lambda: nn.Conv1d(6, 20, 4, stride=2),
+    "grouped": lambda: nn.Conv1d(6, 20, 5, padding="same", groups=2),
+    "depthwise": lambda: nn.Sequential(nn.Conv1d(6, 17, 1), nn.Conv1d(17, 17, 3, groups=17)),
+    "transposed": lambda: nn.ConvTranspose1d(6, 20, 4, stride=3, padding=1, output_padding=2),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS_1D)
+def test_1d_convolutions(layer, ours_is_faster):
+    net = nn.Sequential(LAYERS_1D[layer](), nn.GELU(), nn.LazyConv1d(24, 3), nn.BatchNorm1d(24))
+    x = torch.randn(2, 6, 23)
+    net(x)
+    compiled = check_step(net, x, autotune="auto")
+    backward = str(compiled.last_trace("backward"))
+    assert "conv_weight_gradient(" in backward and "conv_transpose2d(" in backward
+    check_step(net, x)
+    check_step(net, x.transpose(1, 2).contiguous().transpose(1, 2), autotune="auto")
+
+
+class TransposedBlock(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(20, 24, (4, 3), stride=(2, 3), padding=1, **options)
+        self.norm, self.last = nn.InstanceNorm2d(24), nn.Conv2d(24, 5, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.hardswish(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("options", [{}, {"output_padding": 1}, {"bias": False, "groups": 4}])
+def test_transposed_convolutions(options, ours_is_faster):
+    x = torch.randn(2, 20, 7, 6)
+    compiled = check_step(TransposedBlock(**options), x, autotune="auto")
+    assert "conv_transpose2d(" in str(compiled.last_trace("forward"))
+    assert "Python" not in str(compiled.explain()).split("host program")[1].splitlines()[0][30:]
+    check_step(TransposedBlock(**options), x)
+
+
+def test_a_transposed_convolution_with_dilation_and_a_large_output_padding(ours_is_faster):
+    net = nn.Sequential(
+        nn.ConvTranspose2d(8, 20, 3, dilation=3, output_padding=2), nn.ReLU(), nn.Conv2d(20, 16, 3)
+    )
+    check_step(net, torch.randn(2, 8, 5, 6), autotune="auto")
+    strided = nn.ConvTranspose2d(8, 20, 3, stride=2, dilation=2)
+    check_step(nn.Sequential(strided, nn.ReLU()), torch.randn(2, 8, 5, 6), autotune="auto")
+
+
+def test_slower_convolutions_stay_with_torch(monkeypatch):
+    monkeypatch.setattr(measured, "time_calls", lambda _: {"torch": 1.0, "fulgurite": 1.0})
+    monkeypatch.setattr(measured, "read_decision", lambda *_: None)
+    monkeypatch.setattr(measured, "write_decision", lambda *_: None)
+    compiled = check_step(Block(20), torch.randn(2, 20, 9, 9), autotune="auto")
+    assert "conv2d(" not in str(compiled.last_trace("forward"))
+
+
+def test_timing_runs_both_kernels():
+    layout = ((2, 8, 1, 30), (240, 1, 240, 8))
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    node = graph.call_function(
+        torch.ops.aten.convolution.default,
+        (x, weight, None, [1, 1], [0, 1], [1, 1], False, [0, 0], 1),
+    )
+    with torch._subclasses.FakeTensorMode():
+        set_fake_value(x, torch.empty_strided(*layout))
+        set_fake_value(weight, torch.empty(20, 8, 1, 3))
+        set_fake_value(node, torch.empty(2, 20, 1, 30, memory_format=torch.channels_last))
+    found = convolutions._match(node)
+    seconds = measured.time_calls(convolutions._compare(node, found))
+    assert seconds is None or seconds.keys() == {"torch", "fulgurite"}
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 9, 8), (2, 1, 9, 4), (1, 1, 4, 9)])
@@ -91,6 +174,35 @@ def test_a_result_that_is_a_convolution(remat):
 def test_saved_bytes_are_explained_for_a_result_that_is_a_convolution():
     compiled = check_step(nn.Conv2d(8, 24, 3), torch.randn(2, 8, 14, 15))
     assert "saved" in str(compiled.explain())
+
+
+@pytest.mark.parametrize("activation", [nn.ELU, nn.Hardswish, nn.ReLU6, nn.Softplus])
+def test_operands_of_several_layouts(activation):
+    """torch's fake rules of these gradients predict the layout of another operand than its kernels."""
+    norm = nn.InstanceNorm2d(16, affine=True)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), norm, activation(), nn.Conv2d(16, 16, 3))
+    compiled = check_step(net, torch.randn(2, 3, 9, 8))
+    for graph in compiled.graphs:
+        assert not graph.fallbacks
+    check_step(net, torch.randn(2, 3, 9, 8), executors=["torch"])
+
+
+def test_slices_of_channels_last_tensors():
+    """The gradients of concatenated tensors are slices, whose strides no copy has."""
+
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(32, 5, 3)
+            self.mid = nn.Conv2d(16, 16, 3, padding=1)
+
+        def forward(self, x):
+            y = self.down(x)
+            z = nn.functional.elu(nn.functional.group_norm(self.mid(y), 4))
+            return self.up(torch.cat([nn.functional.silu(z), nn.functional.elu(y)], 1))
+
+    compiled = check_step(Skip(), torch.randn(2, 3, 8, 8))
+    assert str(compiled.last_trace("backward")).count("conv_weight_gradient(") == 3
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])

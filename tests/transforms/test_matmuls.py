@@ -12,7 +12,7 @@ from torch import nn
 import fulgurite
 from fulgurite.kernels.conv import cpu
 from fulgurite.kernels.conv.matmul import matmul, reference
-from fulgurite.transforms import matmuls
+from fulgurite.transforms import matmuls, measured
 
 TIMES = {"torch": 2.0, "fulgurite": 1.0}
 
@@ -22,13 +22,13 @@ def faster(monkeypatch, tmp_path):
     """Timings in which our kernel is twice as fast; none is stored."""
     timings = []
 
-    def timed(*layouts):
-        timings.append(layouts)
+    def timed(comparison):
+        timings.append(comparison.operands)
         return TIMES
 
-    monkeypatch.setattr(matmuls, "_time_matmuls", timed)
-    monkeypatch.setattr(matmuls, "read_decision", lambda *_: None)
-    monkeypatch.setattr(matmuls, "write_decision", lambda *_: None)
+    monkeypatch.setattr(measured, "time_calls", timed)
+    monkeypatch.setattr(measured, "read_decision", lambda *_: None)
+    monkeypatch.setattr(measured, "write_decision", lambda *_: None)
     return timings
 
 
@@ -95,5 +95,8 @@ def test_nothing_is_timed_without_autotuning_or_in_inference(faster):
 
 def test_timing_runs_both_kernels():
     layouts = ((32, 48), (48, 1)), ((48, 64), (1, 48)), ((64,), (1,))
-    seconds = matmuls._time_matmuls(*layouts)
+    comparison = measured.Comparison(
+        "matmul", layouts, (), lambda a, b, bias: torch.addmm(bias, a, b), cpu.matmul
+    )
+    seconds = measured.time_calls(comparison)
     assert seconds is None or seconds.keys() == {"torch", "fulgurite"}

@@ -5,6 +5,7 @@ linear, with bias, residual and activation in the same kernel.
 
     ops.py          the operators: schema, fake rule, reference
     gradients.py    those of transposed convolutions, and of gradients
+    dense.py        those of convolutions whose weights change with each call, as in training
     matmul.py       float32 matmuls of training
     packing.py      weights → panels of the C++ kernel
     activations.py  the activations of the epilogue

@@ -1,6 +1,6 @@
 """The operators of this folder without torch's dispatcher: what final traces call.
 
-In and out: as the operators of `ops.py`, `gradients.py` and `matmul.py`. Plain tensors go straight to the C++ kernel;
+In and out: as the operators of `ops.py`, `gradients.py`, `dense.py` and `matmul.py`. Plain tensors go straight to the C++ kernel;
 FakeTensors, other subclasses, and what no kernel supports, to the operator.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fulgurite.kernels.conv import cpu, gradients, ops
+from fulgurite.kernels.conv import cpu, dense, gradients, ops
 from fulgurite.kernels.conv.matmul import matmul as matmul_op
 
 PLAIN = (Tensor, nn.Parameter)
@@ -33,4 +33,6 @@ packed_conv = _skip_dispatcher(cpu.packed_conv, ops.packed_conv)
 packed_linear = _skip_dispatcher(cpu.packed_linear, ops.packed_linear)
 packed_conv_transpose = _skip_dispatcher(cpu.packed_conv_transpose, gradients.packed_conv_transpose)
 conv_weight_gradient = _skip_dispatcher(cpu.conv_weight_gradient, gradients.conv_weight_gradient)
+conv2d = _skip_dispatcher(cpu.conv2d, dense.conv2d)
+conv_transpose2d = _skip_dispatcher(cpu.conv_transpose2d, dense.conv_transpose2d)
 matmul = _skip_dispatcher(cpu.matmul, matmul_op)

@@ -10,6 +10,7 @@ changed their roles. `transforms/conv_training.py` puts these operators into tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from fulgurite.kernels import registry
 from fulgurite.kernels.conv import cpu, packing
-from fulgurite.kernels.conv.activations import apply_activation
-from fulgurite.kernels.conv.ops import unpack_bias
+from fulgurite.kernels.conv.cpu import ConvParameters
+from fulgurite.kernels.conv.ops import apply_epilogue
 from fulgurite.op import op
 
 PACK_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.pack_transposed_weight}
@@ -49,12 +50,12 @@ def packed_conv_transpose(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    size: list[int],
     filters: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
-    size: list[int],
     activation: str,
     parameters: list[float],
     is_scaled: bool,
@@ -62,11 +63,11 @@ def packed_conv_transpose(
     """activation(conv_transpose2d(x, weight) * scale + bias + residual).
 
     weight, bias   packed
-    filters        [O, kh, kw]
     size           height and width of the output: its output padding decides
+    filters        [O, kh, kw]
     is_scaled      whether `bias` has scales
     """
-    arguments = (x, weight, bias, residual, filters, stride, padding, dilation, groups, size)
+    arguments = (x, weight, bias, residual, size, filters, stride, padding, dilation, groups)
     epilogue = (activation, parameters, is_scaled)
     out: Tensor = registry.dispatch(
         TRANSPOSE_KERNELS, x.device, _reference_transpose, *arguments, *epilogue
@@ -76,19 +77,9 @@ def packed_conv_transpose(
 
 @packed_conv_transpose.fake
 def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    filters: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
-    *epilogue: Any,
+    x: Tensor, weight: Tensor, bias: Any, residual: Any, size: list[int], *parameters: Any
 ) -> Tensor:
-    shape = (x.shape[0], filters[0], *size)
+    shape = (x.shape[0], ConvParameters(*parameters).filters[0], *size)
     return x.new_empty_strided(shape, cpu.channels_last_strides(shape))
 
 
@@ -137,42 +128,42 @@ def _reference_transpose(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    filters: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    size: list[int],
-    activation: str,
-    parameters: list[float],
-    is_scaled: bool,
+    size: Sequence[int],
+    *parameters: Any,
 ) -> Tensor:
-    dense = unpack_transposed(weight, filters, x.shape[1], groups, stride)
+    p = ConvParameters(*parameters)
+    filters, stride = list(p.filters), list(p.stride)
+    dense = unpack_transposed(weight, filters, x.shape[1], p.groups, stride)
+    out = transpose_to_size(x, dense, None, size, p)
+    return apply_epilogue(out, bias, residual, p, p.groups)
+
+
+def transpose_to_size(
+    x: Tensor, weight: Tensor, bias: Tensor | None, size: Sequence[int], p: ConvParameters
+) -> Tensor:
+    """The transposed convolution that returns images of a size."""
     least = [
-        (x.shape[2 + k] - 1) * stride[k] - 2 * padding[k] + dilation[k] * (filters[1 + k] - 1) + 1
+        (x.shape[2 + k] - 1) * p.stride[k]
+        - 2 * p.padding[k]
+        + p.dilation[k] * (p.filters[1 + k] - 1)
+        + 1
         for k in range(2)
     ]
     extra = [wanted - low for wanted, low in zip(size, least, strict=True)]
-    out = F.conv_transpose2d(x, dense, None, stride, padding, extra, groups, dilation)
-    if bias is not None:
-        shift, *scale = bias.chunk(2) if is_scaled else (bias,)
-        for part in scale:
-            out = out * unpack_bias(part, filters[0], groups)[:, None, None]
-        out = out + unpack_bias(shift, filters[0], groups)[:, None, None]
-    out = out if residual is None else out + residual
-    return apply_activation(out, activation, parameters).contiguous(
-        memory_format=torch.channels_last
+    return F.conv_transpose2d(
+        x,
+        weight,
+        bias,
+        p.stride,
+        p.padding,
+        extra,
+        p.groups,
+        p.dilation,  # type: ignore[arg-type]
     )
 
 
 def _reference_weight_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    gradient: Tensor, x: Tensor, kernel: list[int], *geometry: Any
 ) -> Tensor:
-    shape = [gradient.shape[1], x.shape[1] // groups, *kernel]
-    return torch.nn.grad.conv2d_weight(x, shape, gradient, stride, padding, dilation, groups)
+    shape = [gradient.shape[1], x.shape[1] // geometry[-1], *kernel]
+    return torch.nn.grad.conv2d_weight(x, shape, gradient, *geometry)

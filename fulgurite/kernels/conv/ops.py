@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from fulgurite.kernels import registry
 from fulgurite.kernels.conv import cpu, packing
 from fulgurite.kernels.conv.activations import apply_activation
+from fulgurite.kernels.conv.cpu import ConvParameters
 from fulgurite.op import op
 
 PACK_KERNELS: dict[str, registry.Kernel] = {"cpu": cpu.pack_weight}
@@ -85,22 +87,8 @@ def packed_conv(
 
 
 @packed_conv.fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    filters: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    *epilogue: Any,
-) -> Tensor:
-    height, width = (
-        cpu.output_size(x.shape[2 + k], filters[1 + k], stride[k], padding[k], dilation[k])
-        for k in range(2)
-    )
-    shape = (x.shape[0], filters[0], height, width)
+def _(x: Tensor, weight: Tensor, bias: Any, residual: Any, *parameters: Any) -> Tensor:
+    shape = ConvParameters(*parameters).output_shape(x)
     return x.new_empty_strided(shape, cpu.channels_last_strides(shape))
 
 
@@ -124,14 +112,7 @@ def packed_linear(
 
 
 @packed_linear.fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    features: int,
-    *epilogue: Any,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, residual: Any, features: int, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], features))
 
 
@@ -167,31 +148,27 @@ def unpack_bias(packed: Tensor, channels: int, groups: int) -> Tensor:
 
 
 def _reference_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    filters: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-    parameters: list[float],
-    is_scaled: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *parameters: Any
 ) -> Tensor:
-    dense = unpack_weight(weight, filters, x.shape[1] // groups, groups)
-    bias_groups = packing.bias_groups(filters[0], x.shape[1], groups)
-    out = F.conv2d(x, dense, None, stride, padding, dilation, groups)
+    p = ConvParameters(*parameters)
+    dense = unpack_weight(weight, list(p.filters), x.shape[1] // p.groups, p.groups)
+    out = F.conv2d(x, dense, None, p.stride, p.padding, p.dilation, p.groups)  # type: ignore[arg-type]
+    groups = packing.bias_groups(p.filters[0], x.shape[1], p.groups)
+    return apply_epilogue(out, bias, residual, p, groups)
+
+
+def apply_epilogue(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, p: ConvParameters, bias_groups: int
+) -> Tensor:
+    """Scale, bias, residual and activation of a convolution; its result is channels-last."""
     if bias is not None:
-        shift, *scale = bias.chunk(2) if is_scaled else (bias,)
+        shift, *scale = bias.chunk(2) if p.is_scaled else (bias,)
         for part in scale:
-            out = out * unpack_bias(part, filters[0], bias_groups)[:, None, None]
-        out = out + unpack_bias(shift, filters[0], bias_groups)[:, None, None]
+            out = out * unpack_bias(part, p.filters[0], bias_groups)[:, None, None]
+        out = out + unpack_bias(shift, p.filters[0], bias_groups)[:, None, None]
     out = out if residual is None else out + residual
-    return apply_activation(out, activation, parameters).contiguous(
-        memory_format=torch.channels_last
-    )
+    out = apply_activation(out, p.activation, p.parameters)
+    return out.contiguous(memory_format=torch.channels_last)
 
 
 def _reference_linear(
@@ -201,7 +178,7 @@ def _reference_linear(
     residual: Tensor | None,
     features: int,
     activation: str,
-    parameters: list[float],
+    parameters: Sequence[float],
 ) -> Tensor:
     dense = unpack_weight(weight, [features, 1, 1], x.shape[1], 1).reshape(features, -1)
     out = F.linear(x, dense, None if bias is None else unpack_bias(bias, features, 1))

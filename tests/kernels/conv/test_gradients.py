@@ -49,7 +49,7 @@ def test_random_transposed_convolutions(seed):
     )
     arguments = (
         x, packed, None if bias is None else ops.pack_bias(bias, scale, groups), residual,
-        [groups * rows, *kernel], stride, padding, dilation, groups, list(shape[2:]),
+        list(shape[2:]), [groups * rows, *kernel], stride, padding, dilation, groups,
         activation, PARAMETERS.get(activation, []), scale is not None,
     )  # fmt: skip
     values = (x, weight, bias, residual, scale)
@@ -104,5 +104,5 @@ def test_operators_have_true_fake_rules():
     packed = gradients.pack_transposed_weight(weight, 1, [2, 2])
     torch.library.opcheck(
         gradients.packed_conv_transpose.overload,
-        (x, packed, None, None, [20, 3, 3], *geometry, 1, [17, 15], "relu", [], False),
+        (x, packed, None, None, [17, 15], [20, 3, 3], *geometry, 1, "relu", [], False),
     )
