@@ -25,7 +25,11 @@ from fulgurite.capture.bincount import BINCOUNT_DECOMPOSITIONS
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.encoder_layer import ENCODER_LAYER_DECOMPOSITIONS
 from fulgurite.capture.foreach import foreach_decompositions
-from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
+from fulgurite.capture.input_aliasing import (
+    Report,
+    describe_shared_gradients,
+    guard_input_aliasing,
+)
 from fulgurite.capture.strided_inputs import guard_strided_inputs
 from fulgurite.capture.subclass_views import describe_lost_views
 from fulgurite.capture.subclasses import specialize_subclass_contexts
@@ -42,6 +46,9 @@ from fulgurite.transforms.remat import Partition
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
 OPAQUE_INPUTS = (
     "inputs in oneDNN's layout (to_mkldnn), whose memory can't be read; call to_dense before"
+)
+FUNCTIONAL_INPUTS = (
+    "torch.func.functionalize, which is a graph break; the function itself gives the same results"
 )
 
 
@@ -64,8 +71,11 @@ def run_aot_autograd(
     report          is told why calls run as captured
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
-    is_opaque = any(isinstance(x, Tensor) and x.layout is torch._mkldnn for x in inputs)
-    reason = OPAQUE_INPUTS if is_opaque else describe_lost_views(module)
+    reason = (
+        _describe_inputs(inputs)
+        or describe_lost_views(module)
+        or describe_shared_gradients(module, inputs)
+    )
     if reason is not None:
         report(reason)
         return captured
@@ -121,6 +131,14 @@ def run_aot_autograd(
     for graph in functional:
         result = guard_strided_inputs(result, captured, inputs, graph, report)
     return guard_input_aliasing(result, captured, inputs, report) if _mutates_inputs() else result
+
+
+def _describe_inputs(inputs: Sequence[Any]) -> str | None:
+    """Why a graph runs as captured because of the kind of its inputs."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if any(x.layout is torch._mkldnn for x in tensors):
+        return OPAQUE_INPUTS
+    return FUNCTIONAL_INPUTS if any(map(torch._is_functional_tensor, tensors)) else None
 
 
 def _mutates_inputs() -> bool:

@@ -4,6 +4,10 @@ In: a module, and the function to call instead of its forward. Out: an instance 
 module's class that shares the module's `__dict__`: the same parameters, buffers, hooks, submodules,
 `state_dict`, `train()`/`eval()`, `to()`, attributes and methods. Only `__call__` differs. New objects of that
 subclass, as `type(self)(...)` in a method makes them, are objects of the original's class: they are not compiled.
+
+`__class__` is that of the original, which may change: torch's parametrizations give a module a class of its
+own, with properties in place of its parameters. Attributes that the subclass lacks are read from the
+original, and all attributes are written there.
 """
 
 from __future__ import annotations
@@ -57,6 +61,16 @@ class CompiledModule(nn.Module):
             return self._fulgurite_original(*args, **kwargs)
         return type(self)._fulgurite_compiled.run(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the original's present class has."""
+        return getattr(self._fulgurite_original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._fulgurite_original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._fulgurite_original, name)
+
     def __eq__(self, other: object) -> bool:
         """Equal to the original: FSDP2 and others keep what they know of a module in a dict by module."""
         return unwrap_compiled(self) is unwrap_compiled(other)
@@ -77,6 +91,10 @@ class CompiledModule(nn.Module):
     def _fulgurite_recompile(module: nn.Module) -> Any:
         """Compile another module with the same options."""
         raise AssertionError("set by wrap_module")
+
+
+def _class_of_original(self: CompiledModule) -> type:
+    return type(self._fulgurite_original)
 
 
 def unpickle_original(original: Any) -> Any:
@@ -100,6 +118,7 @@ def wrap_module(
         "_fulgurite_original": module,
         "_fulgurite_compiled": staticmethod(compiled),
         "_fulgurite_recompile": staticmethod(recompile),
+        "__class__": property(_class_of_original),
         **free,
     }
     bases = (CompiledModule, original)

@@ -22,7 +22,8 @@ In: their functions. Out: the same functions, corrected when this module is firs
   running statistics keep their dtype (`mixed_norms.py`).
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
 - `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
-  gives it the strides of its input, of which several elements may share an address.
+  gives it the strides of its input, of which several elements may share an address. Results of other ops have
+  the strides and dtypes of torch's kernels (`kernel_layouts.py`).
 - `select_scatter`, `slice_scatter` and `diagonal_scatter` of an expanded tensor have memory for each element.
   Before torch 2.13 their FakeTensor rules kept stride 0. The rule of `zero` gave contiguous strides.
 - Elementwise ops of tensors that are contiguous and channels-last, as with one channel, give contiguous ones.
@@ -95,6 +96,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fulgurite.capture import (
     autograd_functions,
     failed_functions,
+    kernel_layouts,
     matmul_rules,
     python_numbers,
     recurrent,
@@ -194,6 +196,7 @@ def install() -> None:
     _replace(nn_module, "initialize_lazy_module", _specialize_attributes)
     autograd_functions.install()
     failed_functions.install()
+    kernel_layouts.install()
     python_numbers.install()
     matmul_rules.install()
     recurrent.install()
@@ -312,7 +315,11 @@ def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
 
 
 def _correct_mixed_norms() -> None:
-    for correct in (save_float32_statistics, keep_dtype_of_running_statistics):
+    for correct in (
+        save_float32_statistics,
+        keep_dtype_of_running_statistics,
+        kernel_layouts.keep_memory_format,
+    ):
         _replace(decompositions, "native_batch_norm_helper", correct)
     _replace(torch._refs, "native_layer_norm", save_float32_statistics)
     layer_norm = torch.ops.aten.native_layer_norm.default

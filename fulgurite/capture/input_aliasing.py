@@ -6,6 +6,9 @@ that run as captured are reported.
 
 Which inputs overlap, and by how much, is part of what AOTAutograd compiles: `a.mul_(2); a + b` is another
 program if b lies inside a. TorchDynamo's guards only check whether two inputs are the same object.
+
+If inputs that overlap need a gradient, all calls run as captured. AOTAutograd replaces them by one tensor.
+That tensor has no gradient if the inputs are leaves, or if a view was made without gradients.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fulgurite.capture.view_writes import is_written
 from fulgurite.trace.cost import size_hint
 
 Span = tuple[int, int, int]  # first byte, end, position of the input
@@ -26,7 +30,22 @@ Report = Callable[[str], None]  # takes the reason why calls run as captured, an
 Overlaps = list[tuple[tuple[int, int], ...]]  # overlapping inputs: (position, storage offset) each
 OTHER_OVERLAPS = "a mutated input, and inputs that overlap in other ways than at capture"
 INNER_OVERLAPS = "a mutated input, and inner tensors of a subclass that overlap other inputs"
+SHARED_GRADIENTS = "a mutated input, and inputs that overlap and need a gradient"
 MAX_CACHED_ADDRESSES = 16  # sets of addresses: prefetched batches reuse a few buffers
+
+
+def describe_shared_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    """Why a graph runs as captured if it may write to memory that inputs with a gradient share."""
+    positions = [k for k, value in enumerate(inputs) if has_address(value)]
+    found = find_overlaps(_fake_spans(inputs, positions), inputs)
+    shared = {position for pair in found for position, _ in pair if _has_gradient(pair, inputs)}
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    is_mutated = any(is_written(placeholders[position]) for position in shared)
+    return SHARED_GRADIENTS if is_mutated else None
+
+
+def _has_gradient(pair: tuple[tuple[int, int], ...], inputs: Sequence[Any]) -> bool:
+    return any(inputs[position].requires_grad for position, _ in pair)
 
 
 def guard_input_aliasing(

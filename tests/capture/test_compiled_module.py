@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import fulgurite
 
@@ -139,3 +140,48 @@ def test_torchscript_runs_as_it_is(make):
     torch.testing.assert_close(compiled(x), module(x))
     assert isinstance(compiled, type(module)) and compiled.breaks
     torch.testing.assert_close(copy.deepcopy(compiled)(x), module(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("on_original", [False, True])
+def test_parametrizations_come_and_go(on_original):
+    original = nn.Linear(3, 3)
+    compiled, x = fulgurite.compile(original), torch.randn(2, 3)
+    module = original if on_original else compiled
+    weight = original.weight.detach().clone()
+    plain = compiled(x)
+    parametrize.register_parametrization(module, "weight", Doubled())
+    for one in (original, compiled):
+        assert isinstance(one, nn.Linear) and parametrize.is_parametrized(one)
+        torch.testing.assert_close(one.weight, weight * 2)
+        torch.testing.assert_close(one(x), plain + x @ weight.T)
+    torch.testing.assert_close(copy.deepcopy(compiled)(x), plain + x @ weight.T)
+    parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    assert [*compiled.state_dict()] == [*original.state_dict()] == ["bias", "weight"]
+    torch.testing.assert_close(compiled(x), plain)
+
+
+def test_attributes_of_a_parametrized_module_are_written_through_its_properties():
+    class Doubling(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+        def right_inverse(self, weight):
+            return weight / 2
+
+    compiled = fulgurite.compile(
+        parametrize.register_parametrization(nn.Linear(3, 3), "weight", Doubling())
+    )
+    compiled.weight = torch.eye(3)
+    compiled.bias = nn.Parameter(torch.zeros(3))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(compiled(x), x)
+    parametrize.register_parametrization(compiled, "bias", Doubled())
+    parametrize.remove_parametrizations(compiled, "weight")
+    torch.testing.assert_close(compiled(x), x)
+    del compiled.weight
+    assert not hasattr(compiled, "weight")

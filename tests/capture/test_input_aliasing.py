@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import fulgurite
-from fulgurite.capture.input_aliasing import OTHER_OVERLAPS, find_overlaps
+from fulgurite.capture.autograd import FUNCTIONAL_INPUTS
+from fulgurite.capture.input_aliasing import OTHER_OVERLAPS, SHARED_GRADIENTS, find_overlaps
 from fulgurite.errors import FallbackWarning
 
 
@@ -165,3 +166,77 @@ def test_views_of_a_base_of_another_size(needs_grad, dynamic):
                 y.sum().backward()
             results.append([y.detach(), base.detach(), x.grad])
         torch.testing.assert_close(results[1], results[0])
+
+
+def leaf_and_buffer(memory):
+    return memory[:6].requires_grad_(), memory[2:]
+
+
+def buffer_and_leaf(memory):
+    return memory[:6], memory[2:].requires_grad_()
+
+
+def two_leaves(memory):
+    return memory[:6].requires_grad_(), memory[2:].requires_grad_()
+
+
+def views_of_a_result(memory):
+    result = memory.requires_grad_() * 1
+    return result[:6], result[2:]
+
+
+def result_and_detached(memory):
+    result = memory.requires_grad_() * 1
+    return result[:6], result.detach()[2:]
+
+
+def leaf_and_its_data(memory):
+    memory.requires_grad_()
+    return memory, memory.data[2:]
+
+
+def write_without_gradient(x, y):
+    with torch.no_grad():
+        y.mul_(2)
+    return x[:3] * y[:3] * x[3:6]
+
+
+def write_detached(x, y):
+    y.detach().mul_(2)
+    return x[:3] * y[:3] * x[3:6]
+
+
+SHARED = (leaf_and_buffer, buffer_and_leaf, two_leaves)
+SHARED += (views_of_a_result, result_and_detached, leaf_and_its_data)
+
+
+@pytest.mark.parametrize("make_inputs", SHARED)
+@pytest.mark.parametrize("program", [write_without_gradient, write_detached])
+def test_inputs_with_gradients_that_overlap(program, make_inputs):
+    compiled = fulgurite.compile(program)
+    results = []
+    for function in (program, compiled):
+        memory = torch.arange(1.0, 9)
+        inputs = make_inputs(memory)
+        y = function(*inputs)
+        y.sum().backward()
+        gradients = [x.grad for x in (*inputs, memory) if x.is_leaf]
+        results.append([y.detach(), memory.detach(), gradients])
+    torch.testing.assert_close(results[1], results[0])
+    assert SHARED_GRADIENTS in str(compiled.explain())
+
+
+def test_functionalize():
+    def program(x):
+        y = x.clone()
+        y[0].add_(1)
+        x.mul_(2)
+        return y
+
+    functional = torch.func.functionalize(program)
+    for compiled in (fulgurite.compile(functional), fulgurite.compile(lambda x: functional(x))):
+        ours, eager = torch.ones(3), torch.ones(3)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(ours), program(eager))
+            torch.testing.assert_close(ours, eager)
+        assert FUNCTIONAL_INPUTS in str(compiled.explain())
