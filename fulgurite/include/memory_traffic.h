@@ -1,4 +1,4 @@
-// Prefetches, non-temporal stores, and division by a number that a whole row shares.
+// Prefetches and non-temporal stores.
 
 // Prefetches `count` elements. Addresses past the end are allowed: a prefetch never faults.
 template <class T> INLINE void prefetch(const T* from, int64_t count) {
@@ -42,24 +42,4 @@ template <class T> INLINE void store_nontemporal(T* to, const T* from, int64_t c
   int64_t k = head;
   for (; k + 64 <= left; k += 64) store_line_nontemporal(target + k, source + k);
   for (; k < left; ++k) target[k] = source[k];
-}
-
-// x / c for a c that many x share: three products instead of a division. The result is that of a
-// division, but within one ulp where x or the quotient is below 2^-100. `scale` moves a very large
-// or small c into range.
-struct Reciprocal { float value, inverse, scale; };
-
-INLINE Reciprocal make_reciprocal(float c) {
-  float size = __builtin_fabsf(c);
-  float scale = size > 0x1p100f ? 0x1p-32f : size < 0x1p-100f ? 0x1p32f : 1.0f;
-  float value = c * scale;
-  return {value, 1.0f / value, scale};
-}
-
-INLINE float operator/(float x, Reciprocal by) {
-  float y = x * by.scale;
-  float quotient = y * by.inverse;
-  float remainder = __builtin_fmaf(-quotient, by.value, y);
-  float refined = __builtin_fmaf(remainder, by.inverse, quotient);
-  return __builtin_fabsf(refined) > 0.0f ? refined : quotient;  // zeros and infinities stay
 }

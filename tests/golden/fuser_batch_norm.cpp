@@ -25,27 +25,22 @@ static void var_mean_rsqrt_copy_0(const float* __restrict arg0_1, float* __restr
   for (int64_t i = 0; i < 256; ++i) {
     double var_mean_sum_total = 0;
     for (int64_t j = 0; j < 16; ++j) {  // pass 1
-      float var_mean_sum_acc = 0;
-      #pragma omp simd reduction(+:var_mean_sum_acc)
-      for (int64_t k = 0; k < 49; ++k) {  // pass 1
-        var_mean_sum_acc += arg0_1[i * 49 + j * 12544 + k];
-      }
-      var_mean_sum_total += var_mean_sum_acc;
+      var_mean_sum_total += reduce_block<Sum, 49, false>(arg0_1 + i * 49 + j * 12544 + 0, 49);
     }
     const float var_mean_sum = var_mean_sum_total;
     const float var_mean_mean = var_mean_sum / 784.0f;
     double var_mean_deviations_total = 0;
     double var_mean_squares_total = 0;
     for (int64_t j = 0; j < 16; ++j) {  // pass 2
-      float var_mean_deviations_acc = 0;
-      float var_mean_squares_acc = 0;
-      #pragma omp simd reduction(+:var_mean_deviations_acc) reduction(+:var_mean_squares_acc)
+      alignas(64) float var_mean_deviations_values[49];
+      alignas(64) float var_mean_squares_values[49];
+      #pragma omp simd
       for (int64_t k = 0; k < 49; ++k) {  // pass 2
-        var_mean_deviations_acc += (arg0_1[i * 49 + j * 12544 + k] - var_mean_mean);
-        var_mean_squares_acc += ((arg0_1[i * 49 + j * 12544 + k] - var_mean_mean) * (arg0_1[i * 49 + j * 12544 + k] - var_mean_mean));
+        var_mean_deviations_values[k] = (arg0_1[i * 49 + j * 12544 + k] - var_mean_mean);
+        var_mean_squares_values[k] = ((arg0_1[i * 49 + j * 12544 + k] - var_mean_mean) * (arg0_1[i * 49 + j * 12544 + k] - var_mean_mean));
       }
-      var_mean_deviations_total += var_mean_deviations_acc;
-      var_mean_squares_total += var_mean_squares_acc;
+      var_mean_deviations_total += reduce_block<Sum, 49, true>(var_mean_deviations_values, 49);
+      var_mean_squares_total += reduce_block<Sum, 49, true>(var_mean_squares_values, 49);
     }
     const float var_mean_deviations = var_mean_deviations_total;
     const float var_mean_squares = var_mean_squares_total;

@@ -19,32 +19,32 @@
 // div[] = (sum_3[] / _to_copy[])
 // rows: i<512 x j<1000, SIMD over j, 2 passes
 static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __restrict arg0_1, float* __restrict div_out, int64_t* error, int max_threads) {
-  const int num_threads = max_threads;
-  double* sum_3_partials = (double*)malloc(sizeof(double) * num_threads);
-  for (int64_t c = 0; c < num_threads; ++c) sum_3_partials[c] = 0;
-  int64_t* sum_2_partials = (int64_t*)malloc(sizeof(int64_t) * num_threads);
-  for (int64_t c = 0; c < num_threads; ++c) sum_2_partials[c] = 0;
-  #pragma omp parallel num_threads(num_threads)
-  {
-    const int tid = omp_get_thread_num();
+  const int64_t rows = 512;
+  const int64_t chunk_rows = rows / 8 < 8 ? 8 : min_i64(rows / 8, 64);
+  const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+  double* sum_3_partials = (double*)malloc(sizeof(double) * (chunks + 1));
+  int64_t* sum_2_partials = (int64_t*)malloc(sizeof(int64_t) * (chunks + 1));
+  #pragma omp parallel for schedule(static) num_threads(max_threads)
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     double sum_3_partial = 0;
     int64_t sum_2_partial = 0;
-    #pragma omp for schedule(static)
-    for (int64_t i = 0; i < 512; ++i) {
+    const int64_t rows_end = min_i64(rows, (chunk + 1) * chunk_rows);
+    for (int64_t i = chunk * chunk_rows; i < rows_end; ++i) {
       const bool ne_2 = arg1_1[i] != (-100l);
       sum_2_partial += (int64_t)ne_2;
-      float amax = lowest<float>();
-      #pragma omp simd reduction(nan_max:amax)
-      for (int64_t j = 0; j < 1000; ++j) {  // pass 1
-        amax = nan_max(amax, arg0_1[i * 1000 + j]);
-      }
-      float sum_1 = 0;
-      #pragma omp simd reduction(+:sum_1)
+      float amax_total = lowest<float>();
+      amax_total = combine_blocks<Maximum>(amax_total, arg0_1 + i * 1000 + 0, 1000);
+      const float amax = amax_total;
+      double sum_1_total = 0;
+      alignas(64) float sum_1_values[1000];
+      #pragma omp simd
       for (int64_t j = 0; j < 1000; ++j) {  // pass 2
         const float sub_at2 = arg0_1[i * 1000 + j] - amax;
         const float exp_ = exp(sub_at2);
-        sum_1 += exp_;
+        sum_1_values[j] = exp_;
       }
+      sum_1_total = combine_blocks<Sum>(sum_1_total, sum_1_values, 1000);
+      const float sum_1 = sum_1_total;
       const bool ne_1 = arg1_1[i] != (-100l);
       const bool ne = arg1_1[i] != (-100l);
       const int64_t where = select(ne, arg1_1[i], 0l);
@@ -55,14 +55,14 @@ static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __rest
       const float where_1 = ne_1 ? neg : 0.0f;
       sum_3_partial += where_1;
     }
-    sum_3_partials[tid] = sum_3_partial;
-    sum_2_partials[tid] = sum_2_partial;
+    sum_3_partials[chunk] = sum_3_partial;
+    sum_2_partials[chunk] = sum_2_partial;
   }
-  double sum_3_total = sum_3_partials[0];
-  for (int t = 1; t < num_threads; ++t) sum_3_total += sum_3_partials[t];
+  double sum_3_total = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) sum_3_total += sum_3_partials[chunk];
   const float sum_3 = sum_3_total;
-  int64_t sum_2_total = sum_2_partials[0];
-  for (int t = 1; t < num_threads; ++t) sum_2_total += sum_2_partials[t];
+  int64_t sum_2_total = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) sum_2_total += sum_2_partials[chunk];
   const int64_t sum_2 = sum_2_total;
   const float _to_copy = (float)sum_2;
   const float div = sum_3 / _to_copy;

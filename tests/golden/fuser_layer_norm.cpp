@@ -17,19 +17,23 @@
 static void var_mean_rsqrt_0(const float* __restrict arg0_1, const float* __restrict arg1_1, float* __restrict add_1_out, int64_t* error, int max_threads) {
   #pragma omp parallel for schedule(static) num_threads(max_threads)
   for (int64_t i = 0; i < 4096; ++i) {
-    float var_mean_sum = 0;
-    #pragma omp simd reduction(+:var_mean_sum)
-    for (int64_t j = 0; j < 1024; ++j) {  // pass 1
-      var_mean_sum += arg0_1[i * 1024 + j];
-    }
+    double var_mean_sum_total = 0;
+    var_mean_sum_total = combine_blocks<Sum>(var_mean_sum_total, arg0_1 + i * 1024 + 0, 1024);
+    const float var_mean_sum = var_mean_sum_total;
     const float var_mean_mean = var_mean_sum / 1024.0f;
-    float var_mean_deviations = 0;
-    float var_mean_squares = 0;
-    #pragma omp simd reduction(+:var_mean_deviations) reduction(+:var_mean_squares)
+    double var_mean_deviations_total = 0;
+    double var_mean_squares_total = 0;
+    alignas(64) float var_mean_deviations_values[1024];
+    alignas(64) float var_mean_squares_values[1024];
+    #pragma omp simd
     for (int64_t j = 0; j < 1024; ++j) {  // pass 2
-      var_mean_deviations += (arg0_1[i * 1024 + j] - var_mean_mean);
-      var_mean_squares += ((arg0_1[i * 1024 + j] - var_mean_mean) * (arg0_1[i * 1024 + j] - var_mean_mean));
+      var_mean_deviations_values[j] = (arg0_1[i * 1024 + j] - var_mean_mean);
+      var_mean_squares_values[j] = ((arg0_1[i * 1024 + j] - var_mean_mean) * (arg0_1[i * 1024 + j] - var_mean_mean));
     }
+    var_mean_deviations_total = combine_blocks<Sum>(var_mean_deviations_total, var_mean_deviations_values, 1024);
+    var_mean_squares_total = combine_blocks<Sum>(var_mean_squares_total, var_mean_squares_values, 1024);
+    const float var_mean_deviations = var_mean_deviations_total;
+    const float var_mean_squares = var_mean_squares_total;
     const float var_mean_mean_error = var_mean_deviations / 1024.0f;
     const float var_mean_square_error = var_mean_deviations * var_mean_mean_error;
     const float var_mean_exact_mean = (var_mean_square_error > (var_mean_squares * 2.2737368e-13f)) ? (var_mean_mean + var_mean_mean_error) : var_mean_mean;

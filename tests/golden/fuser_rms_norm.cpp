@@ -9,12 +9,15 @@
 static void pow_mean_rsqrt_0(const float* __restrict arg0_1, const float* __restrict arg1_1, float* __restrict mul_1_out, int64_t* error, int max_threads) {
   #pragma omp parallel for schedule(static) num_threads(max_threads)
   for (int64_t i = 0; i < 4096; ++i) {
-    float mean_sum = 0;
-    #pragma omp simd reduction(+:mean_sum)
+    double mean_sum_total = 0;
+    alignas(64) float mean_sum_values[1024];
+    #pragma omp simd
     for (int64_t j = 0; j < 1024; ++j) {  // pass 1
       const float pow_1 = arg0_1[i * 1024 + j] * arg0_1[i * 1024 + j];
-      mean_sum += pow_1;
+      mean_sum_values[j] = pow_1;
     }
+    mean_sum_total = combine_blocks<Sum>(mean_sum_total, mean_sum_values, 1024);
+    const float mean_sum = mean_sum_total;
     const float mean = mean_sum / 1024.0f;
     const float add = mean + 1e-06f;
     const float rsqrt_ = rsqrt(add);

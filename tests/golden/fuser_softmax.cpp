@@ -8,27 +8,23 @@ static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div
   #pragma omp parallel for schedule(static) num_threads(max_threads)
   for (int64_t i = 0; i < 4096; ++i) {
     alignas(64) float exp__row[1024];  // for later passes
-    float amax = lowest<float>();
-    #pragma omp simd reduction(nan_max:amax)
-    for (int64_t j = 0; j < 1024; ++j) {  // pass 1
-      amax = nan_max(amax, arg0_1[i * 1024 + j]);
+    float amax_total = lowest<float>();
+    amax_total = combine_blocks<Maximum>(amax_total, arg0_1 + i * 1024 + 0, 1024);
+    const float amax = amax_total;
+    double sum_1_total = 0;
+    prefetch(arg0_1 + i * 1024 + 1024, 1024);  // next row
+    #pragma omp simd
+    for (int64_t j = 0; j < 1024; ++j) {  // pass 2
+      const float sub = arg0_1[i * 1024 + j] - amax;
+      const float exp_ = exp(sub);
+      exp__row[j] = exp_;
     }
-    float sum_1 = 0;
-    for (int64_t block = 0; block < 1024; block += 512) {
-      prefetch(arg0_1 + i * 1024 + block + 1024, 512);  // next row
-      #pragma omp simd reduction(+:sum_1)
-      for (int64_t j = block; j < block + 512; ++j) {  // pass 2
-        const float sub = arg0_1[i * 1024 + j] - amax;
-        const float exp_ = exp(sub);
-        exp__row[j] = exp_;
-        sum_1 += exp_;
-      }
-    }
-    const Reciprocal sum_1_reciprocal = make_reciprocal(sum_1);
+    sum_1_total = combine_blocks<Sum>(sum_1_total, exp__row + 0, 1024);
+    const float sum_1 = sum_1_total;
     #pragma omp simd
     for (int64_t j = 0; j < 1024; ++j) {  // pass 3
       const float exp_ = exp__row[j];
-      const float div = exp_ / sum_1_reciprocal;
+      const float div = exp_ / sum_1;
       div_out[i * 1024 + j] = div;
     }
   }

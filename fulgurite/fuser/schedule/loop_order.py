@@ -16,14 +16,14 @@ from fulgurite.fuser.ir.loop_nest import LoopNest, collapse_loops, order_axes, r
 from fulgurite.fuser.schedule.analysis import iter_expressions
 
 
-def arrange_loops(nest: LoopNest, innermost: Axis | None) -> LoopNest:
-    """Loops by descending stride with `innermost` last in its group, collapsed and renamed."""
+def arrange_loops(nest: LoopNest, *innermost: Axis | None) -> LoopNest:
+    """Loops by descending stride, each of `innermost` last in its group, collapsed and renamed."""
     grid, body = order_axes(nest, nest.grid), order_axes(nest, nest.body)
-    if innermost is not None:
-        if innermost in grid:
-            grid = (*(a for a in grid if a != innermost), innermost)
-        else:
-            body = (*(a for a in body if a != innermost), innermost)
+    for last in innermost:
+        if last in grid:
+            grid = (*(a for a in grid if a != last), last)
+        elif last is not None:
+            body = (*(a for a in body if a != last), last)
     return rename_loops(collapse_loops(replace(nest, grid=grid, body=body)))
 
 

@@ -22,18 +22,20 @@ STATIC_THREADS_GRAINS = (
 )
 MIN_TASKS_PER_THREAD = 2  # blocks shrink, or threads split the body, until there are as many
 MIN_SPLIT_POINTS = 1 << 15  # a smaller body is not split among threads
+MIN_SPLIT_RUN = 64  # nor one whose innermost loop is shorter
 
 # Passes over a row.
 MIN_BUFFERED_FLOPS = 10  # a value that costs more is buffered from one pass to the next
 MAX_ROW_BUFFER_BYTES = 64 << 10  # stack bytes for buffered rows
-MIN_RECIPROCAL_POINTS = 64  # divisions by one number that are worth its reciprocal
 
 # Columns: neighbouring grid points that run side by side in SIMD lanes.
 MAX_COLUMN_BLOCK = 512  # a few pages of each row
-MAX_COLUMN_SUM_BLOCK = 4096  # where nothing is stored at points: the accumulators stay in L1
+MAX_COLUMN_LANE_BYTES = 32 << 10  # of the accumulators of a block: they stay in L1
 MIN_COLUMN_BLOCK = 16
 MAX_PACKED_BYTES = 1 << 20  # stack bytes of a thread, for packed columns
-COLUMN_UNROLL = 4  # body points at once: several streams keep memory busier than one
+COLUMN_UNROLL = (
+    4  # body points of one accumulator at once: several streams keep memory busier than one
+)
 COLUMN_PREFETCH_DISTANCE = 16  # body points between a prefetch and its use
 
 # Tiles: rows side by side in SIMD lanes, through transposed buffers. Cycles, fitted on an EPYC with AVX-512
@@ -81,12 +83,17 @@ STRIDED_ACCESS_COST = 4
 MIN_NONTEMPORAL_BYTES = 32 << 20
 MIN_NONTEMPORAL_RUN = 128  # contiguous bytes of a store that are worth it
 MIN_PREFETCH_ROW_BYTES = 4 << 10  # the hardware prefetches shorter rows by itself
-STAGING_BLOCK = 512  # elements collected before a non-temporal store writes them
+STAGING_BLOCK = (
+    512  # elements collected before a non-temporal store writes them; a block of reductions
+)
 
-# Accuracy of float32 sums: so many addends in float32, then one addition in float64.
-SUM_BLOCK = 4096  # of a SIMD loop, which has many accumulators
-COLUMN_SUM_BLOCK = 128  # of one lane
-GRID_SUM_ROWS = 64  # rows, of a thread's sums over the grid
+# The order of operations of a reduction: `include/reductions.h`. No choice of speed: other numbers change results.
+REDUCTION_LANES = 16
+REDUCTION_BLOCK = 256  # a sum of float32 adds up so many in float32, then the blocks in float64
+REDUCTION_CHUNK = 1024  # elements whose blocks are reduced at once
+SCAN_GROUP, SCAN_CHUNK = 8, 8192  # of scans: `codegen/cpp/scan.py`
+# Rows whose values a sum over the grid adds in float32; the chunks are added in float64
+MIN_GRID_SUM_ROWS, MAX_GRID_SUM_ROWS, GRID_SUM_CHUNKS = 8, 64, 8
 
 # Tables: values without loads that a kernel computes once, before its loops.
 MIN_TABLE_USES = 4  # points of the kernel for each element of a table

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulgurite import native
-from fulgurite.fuser.codegen.cpp import translation_unit
 from fulgurite.fuser.schedule.cpu import columns
 from fulgurite.kernels.tuning import fuser_cpu
 from tests.fuser.support import check_fused
@@ -97,43 +95,3 @@ def test_nan_and_infinity_in_split_rows(three_threads) -> None:
     x[0, 39999] = torch.nan
     x[1, 5] = torch.inf
     check_fused(lambda x: torch.softmax(x, -1), x)
-
-
-DIVISION = """
-EXPORT int64_t divide(const int64_t* a) {
-  const float* x = (const float*)a[0];
-  const float* c = (const float*)a[1];
-  float* y = (float*)a[2];
-  for (int64_t i = 0; i < a[3]; ++i) {
-    const Reciprocal by = make_reciprocal(c[i]);
-    #pragma omp simd
-    for (int64_t j = 0; j < a[4]; ++j) y[i * a[4] + j] = x[i * a[4] + j] / by;
-  }
-  return 0;
-}
-"""
-
-
-def test_division_by_a_reciprocal() -> None:
-    """Correctly rounded for ordinary x and quotients, elsewhere within 1 ulp; also special values."""
-    import ctypes
-    import struct
-
-    rows, width = 300, 2048
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(-(1 << 31), 1 << 31, (rows, width + 1), generator=generator)
-    numbers = codes.to(torch.int32).view(torch.float32)
-    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38, 1.0]
-    x, c = numbers[:, 1:].contiguous(), numbers[:, 0].contiguous()
-    x[:, : len(special)] = torch.tensor(special)
-    c[: len(special)] = torch.tensor(special)
-    y = torch.empty_like(x)
-    run = native.load(translation_unit.collect_headers(DIVISION) + DIVISION).divide
-    run.argtypes = [ctypes.c_char_p]
-    run(struct.pack("5q", x.data_ptr(), c.data_ptr(), y.data_ptr(), rows, width))
-    want = x / c[:, None]
-    same = (y.view(torch.int32) == want.view(torch.int32)) | (y.isnan() & want.isnan())
-    ordinary = (x.abs() > 2.0**-100) & (want.abs() > 2.0**-100)
-    assert bool(same[ordinary].all())
-    near = (y.view(torch.int32) - want.view(torch.int32)).abs() <= 1
-    assert bool((same | near).all())

@@ -20,9 +20,12 @@ from fulgurite.fuser.codegen.cpp.expressions import (
 from fulgurite.fuser.codegen.cpp.kernel import (
     KernelWriter,
     accumulator,
+    is_one_block,
+    is_ordered,
     print_flat_index,
+    print_lane_tree,
     static_size,
-    sums_in_double,
+    total_ctype,
 )
 from fulgurite.fuser.codegen.cpp.rows import staging_name
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
@@ -241,69 +244,113 @@ class ColumnWriter:
         if not reductions and not stores:
             return
         k = self.kernel
-        for x in reductions:
-            self.declare_array(x, "", accumulator(x).ctype)
-            self.row_locals.add(x.name)
+        ordered = [x for x in reductions if is_ordered(x)]
+        self.declare_accumulators(reductions)
         *outer, last = self.nest.body
-        size = static_size((last,))
-        points = static_size(self.nest.body)
-        is_long = points is None or points > 2 * tuning.COLUMN_SUM_BLOCK
-        in_double = [x for x in reductions if sums_in_double(x) and is_long]
-        for x in in_double:
-            self.declare_array(x, "_acc")
-            self.declare_array(x, "_total", "double")
-        self.reset([x for x in reductions if x not in in_double], "")
-        self.reset(in_double, "_total")
         for axis in outer:
             is_split = bounds is not None and axis is self.nest.body[0]
             k.open_loop(axis, "", *(bounds if is_split and bounds else ("0", None)))
         low, high = bounds if bounds and not outer else ("0", k.print_size(last))
-        if in_double:
-            block = tuning.COLUMN_SUM_BLOCK
+        size, block = static_size((last,)), tuning.REDUCTION_BLOCK
+        is_long = bool(ordered) and not is_one_block(size)
+        if is_long:
             self.emit(f"for (int64_t block = {low}; block < {high}; block += {block}) {{")
-            self.reset(in_double, "_acc")
             low, high = "block", f"min_i64({high}, block + {block})"
-        if bounds and size is not None and size % tuning.COLUMN_UNROLL == 0 and not outer:
-            self.unrolled_loop(step, reductions, in_double, (low, high))
-        else:
+        if size is None or size > tuning.REDUCTION_LANES:
+            self.reset_lanes(ordered)
+        group = tuning.REDUCTION_LANES * tuning.COLUMN_UNROLL
+        is_packing = step == 0 and bool(self.packed_loads)
+        is_unrolled = bool(ordered) and not (stores or is_packing) and (size or group) >= group
+        if is_unrolled:
+            self.emit("{")
+            low = self.unrolled_loop(step, reductions, (low, high), size)
+        if low:
             label = f"pass {step + 1}" if k.schedule.passes > 1 else ""
             k.open_loop(last, label, low, high)
             self.prefetch(step)
             self.open_staging(stores)
             self.open_lanes()
-            self.point(step, reductions, stores, in_double)
+            self.point(step, reductions, stores)
             self.emit("}")
             self.flush_staging(stores)
             self.emit("}")
-        if in_double:
-            self.open_lanes("float accumulators into double totals")
-            for x in in_double:
-                name = identifier(x.name)
-                self.emit(f"{name}_total[lane] += {name}_acc[lane];")
+        if is_unrolled:
             self.emit("}")
-            self.emit("}")
-        for _ in outer:
+        self.combine_accumulators(ordered)
+        for _ in range(len(outer) + is_long):
             self.emit("}")
         self.store_tiles(stores)
-        if in_double:
+        totals = [x for x in ordered if self.has_blocks()]
+        if totals:
             self.open_lanes()
-            for x in in_double:
+            for x in totals:
                 self.emit(f"{identifier(x.name)}[lane] = {identifier(x.name)}_total[lane];")
             self.emit("}")
 
+    # accumulators: `include/reductions.h` defines the order of operations
+
+    def has_blocks(self) -> bool:
+        """Is the body more than one block of a reduction?"""
+        return len(self.nest.body) > 1 or not is_one_block(static_size(self.nest.body))
+
+    def count_accumulators(self) -> int:
+        """Accumulators of each lane."""
+        size = static_size(self.nest.body[-1:])
+        most = tuning.REDUCTION_LANES
+        return most if size is None else max(min(size, most), 1)
+
+    def declare_accumulators(self, reductions: list[Local]) -> None:
+        for x in reductions:
+            ctype = accumulator(x).ctype
+            self.declare_array(x, "", ctype)
+            self.row_locals.add(x.name)
+            if is_ordered(x):
+                count = self.count_accumulators()
+                self.emit(f"alignas(64) {ctype} {identifier(x.name)}_acc[{count}][{self.block}];")
+                if self.has_blocks():
+                    self.declare_array(x, "_total", total_ctype(x))
+                    self.reset([x], "_total")
+        self.reset([x for x in reductions if not is_ordered(x)], "")
+
+    def reset_lanes(self, ordered: list[Local]) -> None:
+        if ordered:
+            self.emit(f"for (int64_t k = 0; k < {tuning.REDUCTION_LANES}; ++k) {{")
+            self.reset(ordered, "_acc[k]")
+            self.emit("}")
+
+    def combine_accumulators(self, ordered: list[Local]) -> None:
+        """The end of a block."""
+        if not ordered:
+            return
+        self.open_lanes("accumulators combined in halves")
+        for x in ordered:
+            name, a = identifier(x.name), accumulator(x)
+            lanes = [f"{name}_acc[{k}][lane]" for k in range(self.count_accumulators())]
+            value = print_lane_tree(a.combine, lanes)
+            if self.has_blocks():
+                self.emit(a.update.format(f"{name}_total[lane]", value) + ";")
+            else:
+                self.emit(f"{name}[lane] = {value};")
+        self.emit("}")
+
     def unrolled_loop(
-        self, step: int, reductions: list[Local], in_double: list[Local], bounds: tuple[str, str]
-    ) -> None:
-        """The innermost body loop, a few points at once."""
+        self, step: int, reductions: list[Local], bounds: tuple[str, str], size: int | None
+    ) -> str:
+        """The innermost body loop, a few points of each accumulator at once. Returns where the rest starts."""
         low, high = bounds
-        unroll = tuning.COLUMN_UNROLL
-        self.emit(f"for (int64_t group = {low}; group < {high}; group += {unroll}) {{")
+        lanes, unroll = tuning.REDUCTION_LANES, tuning.COLUMN_UNROLL
+        self.emit(f"int64_t group = {low};")
+        self.emit(f"for (; group + {lanes * unroll} <= {high}; group += {lanes * unroll}) {{")
+        self.emit(f"for (int64_t first = group; first < group + {lanes}; ++first) {{")
         self.open_lanes()
         self.kernel.emit_pragma(f"GCC unroll {unroll}")
-        self.kernel.open_loop(self.nest.body[-1], "", "group", f"group + {unroll}")
-        self.point(step, reductions, [], in_double)
-        for _ in range(3):
+        name = self.nest.body[-1].name
+        last = f"first + {lanes * unroll}"
+        self.emit(f"for (int64_t {name} = first; {name} < {last}; {name} += {lanes}) {{")
+        self.point(step, reductions, [], "first")
+        for _ in range(4):
             self.emit("}")
+        return "" if size is not None and size % (lanes * unroll) == 0 else "group"
 
     def prefetch(self, step: int) -> None:
         """Prefetches what the first pass loads a few body points later."""
@@ -346,8 +393,9 @@ class ColumnWriter:
         self.emit("}")
 
     def point(
-        self, step: int, reductions: list[Local], stores: list[Store], in_double: list[Local]
+        self, step: int, reductions: list[Local], stores: list[Store], first: str = ""
     ) -> None:
+        """One point of a pass; `first` is the first one with the same accumulator, or the point itself."""
         self.pack_loads(step)
         buffered = self.kernel.find_buffered_locals(self.pass_roots, step)
         for local in self.kernel.find_body_values(self.pass_roots, step):
@@ -360,10 +408,7 @@ class ColumnWriter:
             if local.name in self.kernel.schedule.buffered_locals:
                 self.emit(f"{self.print_buffered(local.name)} = {name};")
         for x in reductions:
-            name = identifier(x.name)
-            target = f"{name}_acc[lane]" if x in in_double else f"{name}[lane]"
-            value = self.printer.print_expression(x.expression)
-            self.emit(accumulator(x).update.format(target, value) + ";")
+            self.accumulate(x, first or self.nest.body[-1].name)
         staged = self.find_staged(stores)
         for store in stores:
             if store in staged:
@@ -373,6 +418,17 @@ class ColumnWriter:
                 self.stage_value(store, f"{tile_name(store)}[{flat}][lane]")
             else:
                 self.kernel.emit_store(store, self.printer)
+
+    def accumulate(self, x: Local, position: str) -> None:
+        name, a = identifier(x.name), accumulator(x)
+        value = self.printer.print_expression(x.expression)
+        size, most = static_size(self.nest.body[-1:]), tuning.REDUCTION_LANES
+        if not is_ordered(x):
+            self.emit(a.update.format(f"{name}[lane]", value) + ";")
+        elif size is not None and size <= most:  # the only value of this accumulator
+            self.emit(f"{name}_acc[{position}][lane] = {a.combine.format(a.initial, value)};")
+        else:
+            self.emit(a.update.format(f"{name}_acc[{position} & {most - 1}][lane]", value) + ";")
 
     def pack_loads(self, step: int) -> None:
         """The first pass copies its loads into buffers, where the later ones find them."""

@@ -1,15 +1,17 @@
-"""C++ of row kernels that also reduce over the grid: partials of each thread, combined at the end.
+"""C++ of row kernels that also reduce over the grid: partials of chunks of rows, combined at the end.
 
-each thread
-  its partials: accumulated in float, every so many rows added to doubles
+each thread takes some chunks of rows
+  partials of the chunk: accumulated in float
   its rows, as `rows.py` writes them
-the partials of all threads combined, and what is computed from them
+the partials of all chunks combined in order, in double, and what is computed from them
+
+The rows of a chunk depend on the number of rows alone, so results do not depend on the threads.
 """
 
 from __future__ import annotations
 
 from fulgurite.fuser.codegen.cpp.expressions import identifier, value_ctype
-from fulgurite.fuser.codegen.cpp.kernel import KernelWriter, accumulator, partial_ctype
+from fulgurite.fuser.codegen.cpp.kernel import KernelWriter, accumulator, total_ctype
 from fulgurite.fuser.codegen.cpp.rows import RowWriter
 from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.schedule.analysis import is_body_store
@@ -26,67 +28,65 @@ class GridReductionWriter(RowWriter):
         ]
 
     def write(self) -> None:
-        self.open_threads(self.kernel.print_num_threads() or "1")
-        self.grid_loops()
-        self.close_threads()
+        num_threads = self.kernel.print_num_threads() or "1"
+        self.allocate()
+        self.open_chunks(num_threads)
+        self.row(None)
+        self.close_chunks()
+        self.combine()
 
-    def row(self, simd_threads: str | None) -> None:
-        super().row(simd_threads)
-        if self.column_reductions:
-            self.emit(f"if (++rows_done % {tuning.GRID_SUM_ROWS} == 0) {{")
-            self.flush_accumulators()
-            self.emit("}")
-
-    def open_threads(self, num_threads: str) -> None:
+    def allocate(self) -> None:
+        """The partials of every chunk."""
         k = self.kernel
+        low, high = tuning.MIN_GRID_SUM_ROWS, tuning.MAX_GRID_SUM_ROWS
+        self.emit(f"const int64_t rows = {k.print_product(self.nest.grid)};")
+        share = f"rows / {tuning.GRID_SUM_CHUNKS}"
+        bounded = f"{share} < {low} ? {low} : min_i64({share}, {high})"
+        self.emit(f"const int64_t chunk_rows = {bounded};")
+        self.emit("const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;")
         body = k.print_product(self.nest.body)
-        self.emit(f"const int num_threads = {num_threads};")
         for x in self.grid_reductions:
-            name, a, held = identifier(x.name), accumulator(x), partial_ctype(x)
-            is_column = x.role == "column_reduction"
-            count = f"num_threads * ({body})" if is_column else "num_threads"
-            self.emit(f"{held}* {name}_partials = ({held}*)malloc(sizeof({held}) * {count});")
-            # for every thread that was asked for: the system may start fewer
-            fill = f"{name}_partials[c] = {a.initial};"
-            self.emit(f"for (int64_t c = 0; c < {count}; ++c) {fill}")
-            if is_column:
-                self.emit(
-                    f"{a.ctype}* {name}_accs = ({a.ctype}*)malloc(sizeof({a.ctype}) * {count});"
-                )
-        k.emit_pragma("omp parallel num_threads(num_threads)")
-        self.emit("{")
-        self.emit("const int tid = omp_get_thread_num();")
+            ctype = self.partial_ctype(x)
+            count = f"chunks * ({body})" if x.role == "column_reduction" else "chunks"
+            memory = f"({ctype}*)malloc(sizeof({ctype}) * ({count} + 1))"
+            self.emit(f"{ctype}* {identifier(x.name)}_partials = {memory};")
+
+    def partial_ctype(self, x: Local) -> str:
+        return accumulator(x).ctype if x.role == "column_reduction" else total_ctype(x)
+
+    def open_chunks(self, num_threads: str) -> None:
+        k, grid = self.kernel, self.nest.grid
+        body = k.print_product(self.nest.body)
+        k.open_parallel_for(num_threads)
+        self.emit("for (int64_t chunk = 0; chunk < chunks; ++chunk) {")
         for x in self.grid_reductions:
-            name, a, held = identifier(x.name), accumulator(x), partial_ctype(x)
+            name, a, ctype = identifier(x.name), accumulator(x), self.partial_ctype(x)
             if x.role == "full_reduction":
-                self.emit(f"{held} {name}_partial = {a.initial};")
+                self.emit(f"{ctype} {name}_partial = {a.initial};")
                 continue
-            self.emit(f"{a.ctype}* __restrict {name}_acc = {name}_accs + tid * ({body});")
-            self.emit(f"{held}* __restrict {name}_partial = {name}_partials + tid * ({body});")
+            start = f"{name}_partials + chunk * ({body})"
+            self.emit(f"{ctype}* __restrict {name}_acc = {start};")
             self.emit(f"for (int64_t c = 0; c < {body}; ++c) {name}_acc[c] = {a.initial};")
-        if self.column_reductions:
-            self.emit("int64_t rows_done = 0;")
-        collapse = f" collapse({len(self.nest.grid)})" if len(self.nest.grid) > 1 else ""
-        k.emit_pragma(f"omp for{collapse} schedule(static)")
+        self.emit("const int64_t rows_end = min_i64(rows, (chunk + 1) * chunk_rows);")
+        row = grid[-1].name if len(grid) == 1 else "row"
+        loop = f"for (int64_t {row} = chunk * chunk_rows; {row} < rows_end; ++{row}) {{"
+        self.emit(loop)
+        if len(grid) > 1:
+            self.emit("int64_t rest = row;")
+            for axis in reversed(grid[1:]):
+                self.emit(f"const int64_t {axis.name} = rest % ({k.print_size(axis)});")
+                self.emit(f"rest /= {k.print_size(axis)};")
+            self.emit(f"const int64_t {grid[0].name} = rest;")
 
-    def flush_accumulators(self) -> None:
-        """Adds the float accumulators of some rows to the thread's partials in double."""
-        body = self.kernel.print_product(self.nest.body)
-        for x in self.column_reductions:
-            a, name = accumulator(x), identifier(x.name)
-            self.kernel.emit_pragma("omp simd")
-            self.emit(f"for (int64_t c = 0; c < {body}; ++c) {{")
-            self.emit(a.update.format(f"{name}_partial[c]", f"{name}_acc[c]") + ";")
-            self.emit(f"{name}_acc[c] = {a.initial};")
-            self.emit("}")
-
-    def close_threads(self) -> None:
-        if self.column_reductions:
-            self.flush_accumulators()
-        for x in self.full_reductions:
-            self.emit(f"{identifier(x.name)}_partials[tid] = {identifier(x.name)}_partial;")
+    def close_chunks(self) -> None:
         self.emit("}")
-        self.printer.reciprocals = {}  # those of row values end here
+        for x in self.grid_reductions:
+            if x.role == "full_reduction":
+                name = identifier(x.name)
+                self.emit(f"{name}_partials[chunk] = {name}_partial;")
+        self.emit("}")
+
+    def combine(self) -> None:
         stores = [s for s in self.nest.stores if self.analysis.is_after_grid(s.value)]
         self.combine_scalars(stores)
         body_stores = [s for s in stores if is_body_store(self.nest, s)]
@@ -94,21 +94,14 @@ class GridReductionWriter(RowWriter):
             self.combine_columns(body_stores)
         for x in self.grid_reductions:
             self.emit(f"free({identifier(x.name)}_partials);")
-        for x in self.column_reductions:
-            self.emit(f"free({identifier(x.name)}_accs);")
-
-    def combine_partials(self, x: Local, first: str, partial: str) -> None:
-        """Declares a reduction over the grid; `partial` is that of thread t."""
-        name = identifier(x.name)
-        self.emit(f"{partial_ctype(x)} {name}_total = {first};")
-        update = accumulator(x).update.format(f"{name}_total", partial)
-        self.emit(f"for (int t = 1; t < num_threads; ++t) {update};")
-        self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
 
     def combine_scalars(self, stores: list[Store]) -> None:
         for x in self.full_reductions:
-            partials = f"{identifier(x.name)}_partials"
-            self.combine_partials(x, f"{partials}[0]", f"{partials}[t]")
+            name, a = identifier(x.name), accumulator(x)
+            self.emit(f"{total_ctype(x)} {name}_total = {a.initial};")
+            update = a.update.format(f"{name}_total", f"{name}_partials[chunk]")
+            self.emit(f"for (int64_t chunk = 0; chunk < chunks; ++chunk) {update};")
+            self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
         for local in self.kernel.find_required_locals([s.value for s in stores]):
             if not self.analysis.in_body[local.name] and local.reduction is None:
                 self.kernel.declare_local(local, self.printer)
@@ -119,16 +112,26 @@ class GridReductionWriter(RowWriter):
     def combine_columns(self, stores: list[Store]) -> None:
         k = self.kernel
         body = k.print_product(self.nest.body)
-        for axis in self.nest.body:
-            k.open_loop(axis, "combine the partials of all threads")
-        index = self.body_index()
         required = k.find_required_locals([s.value for s in stores])
-        for x in required:
-            if x.role == "column_reduction":
-                partials = f"{identifier(x.name)}_partials"
-                self.combine_partials(
-                    x, f"{partials}[{index}]", f"{partials}[t * ({body}) + {index}]"
-                )
+        columns = [x for x in required if x.role == "column_reduction"]
+        for x in columns:
+            name, a, ctype = identifier(x.name), accumulator(x), total_ctype(x)
+            memory = f"({ctype}*)malloc(sizeof({ctype}) * ({body} + 1))"
+            self.emit(f"{ctype}* __restrict {name}_totals = {memory};")
+            self.emit(f"for (int64_t c = 0; c < {body}; ++c) {name}_totals[c] = {a.initial};")
+            self.emit("for (int64_t chunk = 0; chunk < chunks; ++chunk) {")
+            k.emit_pragma("omp simd")
+            self.emit(f"for (int64_t c = 0; c < {body}; ++c) {{")
+            partial = f"{name}_partials[chunk * ({body}) + c]"
+            self.emit(a.update.format(f"{name}_totals[c]", partial) + ";")
+            self.emit("}")
+            self.emit("}")
+        for axis in self.nest.body:
+            k.open_loop(axis)
+        index = self.body_index()
+        for x in columns:
+            name = identifier(x.name)
+            self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_totals[{index}];")
         for x in required:
             if x.reduction is None and self.analysis.in_body[x.name]:
                 k.declare_local(x, self.printer)
@@ -136,3 +139,5 @@ class GridReductionWriter(RowWriter):
             k.emit_store(store, self.printer)
         for _ in self.nest.body:
             self.emit("}")
+        for x in columns:
+            self.emit(f"free({identifier(x.name)}_totals);")

@@ -19,7 +19,7 @@ from fulgurite.fuser.codegen.cpp.expressions import (
 from fulgurite.fuser.codegen.formulas import print_formulas
 from fulgurite.fuser.codegen.store_casts import drop_store_casts
 from fulgurite.fuser.ir.cost import size_hint
-from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
+from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, opmath_dtype
 from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.loop_nest import Local, Store, Table
 from fulgurite.fuser.schedule.analysis import Analysis, analyze_nest, find_required_locals
@@ -52,6 +52,8 @@ class Accumulator:
     initial: str
     omp_operator: str  # of the OpenMP reduction clause
     update: str  # with {0} the accumulator and {1} the next value
+    combine: str = ""  # of a float: two values, as {0} and {1}
+    functor: str = ""  # the same in `reductions.h`
 
 
 def accumulator(local: Local) -> Accumulator:
@@ -61,16 +63,56 @@ def accumulator(local: Local) -> Accumulator:
             return Accumulator("int32_t", "0", "|", "{0} |= {1}")
         return Accumulator("int32_t", "1", "&", "{0} &= {1}")
     if local.reduction == "sum":
-        return Accumulator(ctype, "0", "+", "{0} += {1}")
+        return Accumulator(ctype, "0", "+", "{0} += {1}", "({0} + {1})", "Sum")
     if local.reduction == "prod":
-        return Accumulator(ctype, "1", "*", "{0} *= {1}")
-    name, limit = ("nan_max", "lowest") if local.reduction == "max" else ("nan_min", "highest")
-    return Accumulator(ctype, f"{limit}<{ctype}>()", name, f"{{0}} = {name}({{0}}, {{1}})")
+        return Accumulator(ctype, "1", "*", "{0} *= {1}", "({0} * {1})", "Product")
+    is_max = local.reduction == "max"
+    name, limit = ("nan_max", "lowest") if is_max else ("nan_min", "highest")
+    combine = f"{name}({{0}}, {{1}})"
+    functor = "Maximum" if is_max else "Minimum"
+    initial = f"{limit}<{ctype}>()"
+    return Accumulator(ctype, initial, name, f"{{0}} = {combine}", combine, functor)
+
+
+def is_ordered(local: Local) -> bool:
+    """Whether the result of a reduction depends on the order of its operations."""
+    return local.reduction is not None and opmath_dtype(local.dtype).is_floating_point
 
 
 def sums_in_double(local: Local) -> bool:
-    """Long sums of floats are accumulated in blocks of float and totals of double."""
-    return local.reduction == "sum" and local.dtype.is_floating_point
+    """Sums of blocks of floats are added in double."""
+    return local.reduction == "sum" and is_ordered(local)
+
+
+def total_ctype(x: Local) -> str:
+    """The type in which blocks, or the partial results of threads, are combined."""
+    return "double" if sums_in_double(x) else accumulator(x).ctype
+
+
+def print_block_reduction(x: Local, values: str, count: int, is_stored: bool = True) -> str:
+    """The reduction of a block in memory; `is_stored`: the kernel has just stored its values there."""
+    flags = f"{accumulator(x).functor}, {count}, {'true' if is_stored else 'false'}"
+    return f"reduce_block<{flags}>({values}, {count})"
+
+
+def print_combined_blocks(x: Local, total: str, values: str, count: str) -> str:
+    """What a total and the blocks of a chunk in memory come to."""
+    return f"combine_blocks<{accumulator(x).functor}>({total}, {values}, {count})"
+
+
+def is_one_block(size: int | None) -> bool:
+    """Whether a loop is one block of a reduction."""
+    return size is not None and size <= tuning.REDUCTION_BLOCK
+
+
+def print_lane_tree(combine: str, lanes: list[str]) -> str:
+    """Accumulators of lanes combined in halves, as `combine_lanes` of `reductions.h` does."""
+    half = tuning.REDUCTION_LANES // 2
+    while half:
+        pairs = [(lanes[k], lanes[k + half : k + half + 1]) for k in range(min(half, len(lanes)))]
+        lanes = [combine.format(low, high[0]) if high else low for low, high in pairs]
+        half //= 2
+    return lanes[0]
 
 
 @dataclass
@@ -264,14 +306,12 @@ def static_size(axes: tuple[Axis, ...]) -> int | None:
     return total
 
 
-def print_flat_index(axes: tuple[Axis, ...], kernel: KernelWriter) -> str:
+def print_flat_index(
+    axes: tuple[Axis, ...], kernel: KernelWriter, printer: ExpressionPrinter | None = None
+) -> str:
     """A point of these loops as one number, row-major."""
-    text = ""
+    text, printer = "", printer or kernel.printer
     for axis in axes:
-        text = f"({text}) * ({kernel.print_size(axis)}) + {axis.name}" if text else axis.name
+        position = printer.print_atom(axis)
+        text = f"({text}) * ({kernel.print_size(axis)}) + {position}" if text else position
     return text or "0"
-
-
-def partial_ctype(x: Local) -> str:
-    """The type of a thread's partial result: double for sums of floats, for accuracy."""
-    return "double" if sums_in_double(x) else accumulator(x).ctype

@@ -18,9 +18,14 @@ from fulgurite.fuser.codegen.cpp.expressions import ExpressionPrinter, identifie
 from fulgurite.fuser.codegen.cpp.kernel import (
     KernelWriter,
     accumulator,
+    is_one_block,
+    is_ordered,
+    print_block_reduction,
+    print_combined_blocks,
     print_flat_index,
+    print_lane_tree,
     static_size,
-    sums_in_double,
+    total_ctype,
 )
 from fulgurite.fuser.codegen.cpp.row_loops import (
     StepLoops,
@@ -35,8 +40,7 @@ from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 MAX_PACKED_POSITION = 1 << 16  # of a 16-bit key in 32 bits
-# points of a reduction that is unrolled, and of one whose values fit an array on the stack
-MAX_UNROLLED_POINTS, MAX_FOLDED_POINTS = 4, 256
+MAX_UNROLLED_POINTS = 4  # of a reduction
 KEY_CTYPES = {torch.int16: "uint32_t", torch.int32: "uint64_t", torch.int64: "SortPair"}
 
 
@@ -159,10 +163,10 @@ class RowProgramWriter:
             self.open_loops(loops.step.axes, "simd" if step.axes else "")
             self.define(loops, self.printer.print_expression(loops.step.expression))
             self.close_loops(loops.step.axes)
+        elif not is_ordered(step):
+            self.reduce_in_any_order(loops)
         elif step.axes and points is not None and points <= MAX_UNROLLED_POINTS:
             self.reduce_unrolled(loops)
-        elif step.axes and points is not None and points <= MAX_FOLDED_POINTS:
-            self.reduce_folded(loops, points)
         else:
             self.reduce(loops)
 
@@ -188,15 +192,12 @@ class RowProgramWriter:
             value = Load(step.name, (), store.value.dtype)
             self.kernel.emit_store(Store(store.tensor, store.index, value), plain)
 
-    def reduce(self, loops: StepLoops) -> None:
-        """A long reduction: SIMD along it."""
+    def reduce_in_any_order(self, loops: StepLoops) -> None:
+        """A reduction of integers or bools."""
         step = loops.step
         name, a = identifier(step.name), accumulator(step)
-        points = static_size(step.reduced_axes)
-        is_long = points is None or points > 2 * tuning.SUM_BLOCK
-        ctype = "double" if is_long and sums_in_double(step) else a.ctype
         self.open_loops(step.axes)
-        self.emit(f"{ctype} {name}_total = {a.initial};")
+        self.emit(f"{a.ctype} {name}_total = {a.initial};")
         self.open_loops(step.reduced_axes, f"simd reduction({a.omp_operator}:{name}_total)")
         value = self.printer.print_expression(step.expression)
         self.emit(a.update.format(f"{name}_total", value) + ";")
@@ -204,42 +205,58 @@ class RowProgramWriter:
         self.define(loops, f"{name}_total")
         self.close_loops(step.axes)
 
+    def reduce(self, loops: StepLoops) -> None:
+        """A reduction of floats, block by block: `include/reductions.h`."""
+        step, chunk = loops.step, tuning.REDUCTION_CHUNK
+        name, a = identifier(step.name), accumulator(step)
+        *outer, inner = step.reduced_axes
+        size, text = static_size((inner,)), self.kernel.print_size(inner)
+        is_long = size is None or size > chunk
+        has_total = bool(outer) or not is_one_block(size)
+        start, end, count = ("0", text, text)
+        if is_long:
+            start, end = "block", f"min_i64({text}, block + {chunk})"
+            count = f"min_i64({chunk}, {text} - block)"
+        self.open_loops(step.axes)
+        if has_total:
+            self.emit(f"{total_ctype(step)} {name}_total = {a.initial};")
+        self.open_loops(tuple(outer))
+        if is_long:
+            self.emit(f"for (int64_t block = 0; block < {text}; block += {chunk}) {{")
+        values = f"{name}_values"
+        length = chunk if is_long else max(size or 1, 1)
+        self.emit(f"alignas(64) {a.ctype} {values}[{length}];")
+        self.kernel.emit_pragma("omp simd")
+        self.kernel.open_loop(inner, "", start, end)
+        position = f"{inner.name} - block" if is_long else inner.name
+        self.emit(f"{values}[{position}] = {self.printer.print_expression(step.expression)};")
+        self.emit("}")
+        if has_total:
+            total = print_combined_blocks(step, f"{name}_total", values, count)
+            self.emit(f"{name}_total = {total};")
+            self.close_loops((*outer, *((inner,) if is_long else ())))
+        result = f"{name}_total" if has_total else print_block_reduction(step, values, int(count))
+        self.define(loops, result)
+        self.close_loops(step.axes)
+
     def reduce_unrolled(self, loops: StepLoops) -> None:
         """A reduction of a few points: unrolled, SIMD along the values."""
         step = loops.step
-        name, a = identifier(step.name), accumulator(step)
+        a = accumulator(step)
+        *outer, inner = step.reduced_axes
         self.open_loops(step.axes, "simd")
-        self.emit(f"{a.ctype} {name}_total = {a.initial};")
-        ranges = (range(axis.size.constant) for axis in step.reduced_axes)
-        for point in itertools.product(*ranges):
-            at = dict(zip(step.reduced_axes, map(Index, point), strict=True))
-            value = self.printer.print_expression(step.expression.substitute(at))
-            self.emit(a.update.format(f"{name}_total", value) + ";")
-        self.define(loops, f"{name}_total")
-        self.close_loops(step.axes)
-
-    def reduce_folded(self, loops: StepLoops, points: int) -> None:
-        """A reduction of a block: its values in an array, whose halves are combined.
-
-        gcc combines the lanes of a SIMD reduction one by one, which takes longer than such a block.
-        """
-        step = loops.step
-        name, a = identifier(step.name), accumulator(step)
-        lanes = f"{name}_lanes"
-        self.open_loops(step.axes)
-        self.emit(f"{a.ctype} {lanes}[{points}];")
-        self.open_loops(step.reduced_axes, "simd")
-        value = self.printer.print_expression(step.expression)
-        self.emit(f"{lanes}[{print_flat_index(step.reduced_axes, self.kernel)}] = {value};")
-        self.close_loops(step.reduced_axes)
-        while points > 1:
-            half = (points + 1) // 2
-            self.kernel.emit_pragma("omp simd")
-            self.emit(f"for (int lane = 0; lane < {points - half}; ++lane) {{")
-            self.emit(a.update.format(f"{lanes}[lane]", f"{lanes}[lane + {half}]") + ";")
-            self.emit("}")
-            points = half
-        self.define(loops, f"{lanes}[0]")
+        result = ""
+        for point in itertools.product(*(range(axis.size.constant) for axis in outer)):
+            at = dict(zip(outer, map(Index, point), strict=True))
+            values = [
+                step.expression.substitute({**at, inner: Index(k)})
+                for k in range(inner.size.constant)
+            ]
+            texts = [a.combine.format(a.initial, self.printer.print_expression(v)) for v in values]
+            block = print_lane_tree(a.combine, texts) if texts else a.initial
+            block = f"({total_ctype(step)}){block}" if outer else block
+            result = a.combine.format(result, block) if result else block
+        self.define(loops, result or a.initial)
         self.close_loops(step.axes)
 
     def sort(self, step: Local, rank: Index) -> None:

@@ -11,9 +11,12 @@ the grid, `split_rows.py` splits a few long rows among threads.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter, find_divisors
+import torch
+
+from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter
 from fulgurite.fuser.codegen.cpp.expressions import (
     ExpressionPrinter,
     identifier,
@@ -23,11 +26,15 @@ from fulgurite.fuser.codegen.cpp.expressions import (
 from fulgurite.fuser.codegen.cpp.kernel import (
     KernelWriter,
     accumulator,
+    is_one_block,
+    is_ordered,
+    print_block_reduction,
+    print_combined_blocks,
     print_flat_index,
     static_size,
-    sums_in_double,
+    total_ctype,
 )
-from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, Load
+from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, Load, opmath_dtype
 from fulgurite.fuser.ir.index import ONE, ZERO, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.schedule.analysis import is_body_store, iter_unmasked
@@ -117,7 +124,6 @@ class RowWriter:
             self.emit(f"alignas(64) {ctype} {identifier(name)}_row[{points}];", "for later passes")
         for step in range(self.schedule.passes + 1):
             self.row_values(step)
-            self.row_reciprocals(step)
             if step == 0:
                 self.row_lookups()
             if step < self.schedule.passes:
@@ -173,23 +179,6 @@ class RowWriter:
         for store in stores:
             self.kernel.emit_store(store, self.printer)
 
-    def row_reciprocals(self, step: int) -> None:
-        """Reciprocals of row values that every point of a later pass is divided by."""
-        points = static_size(self.nest.body)
-        if points is not None and points < tuning.MIN_RECIPROCAL_POINTS:
-            return
-        expressions: list[Expression] = []
-        for later in range(step, self.schedule.passes):
-            expressions += self.pass_roots[later]
-            expressions += [x.expression for x in self.body_values(later)]
-        for name in find_divisors(expressions):
-            is_ready = self.analysis.ready_pass[name] <= step and not self.analysis.after_grid[name]
-            is_row_value = not self.analysis.in_body[name]
-            if is_ready and is_row_value and name not in self.printer.reciprocals:
-                text = identifier(name)
-                self.emit(f"const Reciprocal {text}_reciprocal = make_reciprocal({text});")
-                self.printer.reciprocals[name] = f"{text}_reciprocal"
-
     # a pass over the body
 
     def find_pass_work(self, step: int) -> PassWork:
@@ -213,46 +202,45 @@ class RowWriter:
         if not work.roots:
             return
         reductions = [*work.row_reductions, *work.full_reductions]
-        in_double = [x for x in reductions if sums_in_double(x)] if self.sums_in_blocks() else []
         for x in reductions:
-            if x in in_double:
-                self.emit(f"double {identifier(x.name)}_total = 0;")
-            else:
-                a = accumulator(x)
-                self.emit(f"{a.ctype} {self.running_name(x)} = {a.initial};")
+            self.declare_total(x)
         if not self.nest.body:
-            self.point(step, [])
+            self.point(step)
         else:
-            self.body_loops(step, reductions, in_double, simd_threads)
+            self.body_loops(step, reductions, simd_threads)
         for x in work.row_reductions:
-            self.finish_row_reduction(x, x in in_double)
+            self.finish_row_reduction(x)
         for x in work.full_reductions:
-            name = identifier(x.name)
-            value = f"{name}_total" if x in in_double else self.running_name(x)
-            self.emit(accumulator(x).update.format(f"{name}_partial", value) + ";")
+            update = accumulator(x).update.format(f"{identifier(x.name)}_partial", self.total(x))
+            self.emit(update + ";")
 
-    def sums_in_blocks(self) -> bool:
-        """Is the body too long to sum its floats in one float?"""
-        size = static_size(self.nest.body[-1:])
-        return len(self.nest.body) > 1 or size is None or size > 2 * tuning.SUM_BLOCK
+    def declare_total(self, x: Local) -> None:
+        """Declares what the blocks of a row are combined in, or the points if no order is kept."""
+        a = accumulator(x)
+        if not self.nest.body or not is_ordered(x):
+            self.emit(f"{a.ctype} {self.running_name(x)} = {a.initial};")
+        elif self.has_blocks():
+            self.emit(f"{total_ctype(x)} {identifier(x.name)}_total = {a.initial};")
 
-    def finish_row_reduction(self, x: Local, in_double: bool) -> None:
-        if in_double:
-            name = identifier(x.name)
-            self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
+    def has_blocks(self) -> bool:
+        """Is the body more than one block of a reduction?"""
+        return len(self.nest.body) > 1 or not is_one_block(static_size(self.nest.body))
+
+    def total(self, x: Local) -> str:
+        """The result of a reduction over the body."""
+        is_blocked = self.nest.body and is_ordered(x) and self.has_blocks()
+        return f"{identifier(x.name)}_total" if is_blocked else self.running_name(x)
+
+    def finish_row_reduction(self, x: Local) -> None:
+        if self.total(x) != identifier(x.name):
+            self.emit(f"const {value_ctype(x.dtype)} {identifier(x.name)} = {self.total(x)};")
 
     def running_name(self, x: Local) -> str:
-        """The accumulator inside a pass."""
+        """The result of a reduction over a body of one block, or the accumulator of its points."""
         name = identifier(x.name)
         return f"{name}_row" if x.role == "full_reduction" else name
 
-    def block_accumulator(self, x: Local) -> str:
-        """The float accumulator of one block of a sum in double."""
-        return f"{identifier(x.name)}_acc"
-
-    def body_loops(
-        self, step: int, reductions: list[Local], in_double: list[Local], simd_threads: str | None
-    ) -> None:
+    def body_loops(self, step: int, reductions: list[Local], simd_threads: str | None) -> None:
         k = self.kernel
         *outer, simd_axis = self.nest.body
         label = f"pass {step + 1}" if self.schedule.passes > 1 else ""
@@ -263,7 +251,8 @@ class RowWriter:
             self.padded_row()
             return
         low, high = self.bounds if self.bounds and not outer else ("0", k.print_size(simd_axis))
-        block = self.block_size(step, in_double)
+        ordered = [x for x in reductions if is_ordered(x)]
+        block = self.block_size(step, ordered)
         start, end, count = low, high, k.print_size(simd_axis)
         if block:
             is_even = (static_size((simd_axis,)) or 1) % block == 0 and low == "0"
@@ -283,14 +272,20 @@ class RowWriter:
             ctype = storage_type(store.tensor.dtype)
             length = block or static_size((simd_axis,))
             self.emit(f"alignas(64) {ctype} {staging_name(store)}[{length}];")
-        for x in in_double:
-            self.emit(f"{value_ctype(x.dtype)} {self.block_accumulator(x)} = 0;")
-        k.emit_pragma(self.simd_pragma(reductions, in_double, simd_threads))
-        k.open_loop(simd_axis, label, start, end)
-        self.point(step, in_double, start)
-        self.emit("}")
-        for x in in_double:
-            self.emit(f"{identifier(x.name)}_total += {self.block_accumulator(x)};")
+        in_memory = {x.name: self.find_source(x, start) for x in ordered}
+        length = block or static_size((simd_axis,))
+        for x in (x for x in ordered if in_memory[x.name] is None):
+            self.emit(f"alignas(64) {value_ctype(x.dtype)} {values_name(x)}[{length}];")
+        read_directly = {name for name, source in in_memory.items() if source is not None}
+        if self.has_points(step, read_directly):
+            unordered = [x for x in reductions if x not in ordered]
+            k.emit_pragma(self.simd_pragma(unordered, simd_threads))
+            k.open_loop(simd_axis, label, start, end)
+            self.point(step, start, read_directly)
+            self.emit("}")
+        for x in ordered:
+            source = in_memory[x.name] or values_name(x)
+            self.finish_chunk(x, source, count)
         for store in staged:
             at_start = ExpressionPrinter(identifier, {simd_axis: start})
             index = at_start.print_index(store.index).removesuffix(" + 0")
@@ -298,6 +293,49 @@ class RowWriter:
             self.emit(f"store_nontemporal({target}, {staging_name(store)}, {count});")
         for _ in range(len(outer) + bool(block)):
             self.emit("}")
+
+    def find_source(self, x: Local, start: str) -> str | None:
+        """Where the values of a block already are in memory, one after the other; None: nowhere."""
+        load = x.expression
+        if not isinstance(load, Load) or load.dtype not in (torch.float32, torch.float64):
+            return None
+        if opmath_dtype(x.dtype) != load.dtype or load in self.printer.buffers:
+            return None
+        at_start = ExpressionPrinter(identifier, {self.nest.body[-1]: start})
+        if not load.index:
+            if load.name not in self.schedule.buffered_locals:
+                return None
+            position = print_flat_index(self.nest.body, self.kernel, at_start)
+            return f"{identifier(load.name)}_row + {position}"
+        index = load.index[0]
+        if index.indirect_indices() or index.coefficient(self.nest.body[-1]) != 1:
+            return None
+        return f"{identifier(load.name)} + {at_start.print_index(index)}"
+
+    def has_points(self, step: int, read_directly: set[str]) -> bool:
+        """Does a pass compute anything point by point?"""
+        work = self.passes[step]
+        reductions = (*work.row_reductions, *work.full_reductions)
+        return bool(
+            work.stores
+            or work.column_reductions
+            or any(x.name not in read_directly for x in reductions)
+            or self.body_values(step)
+        )
+
+    def finish_chunk(self, x: Local, values: str, count: str) -> None:
+        """Takes in the values of a part of the row."""
+        total = f"{identifier(x.name)}_total"
+        if not is_one_block(static_size(self.nest.body[-1:])):
+            self.emit(f"{total} = {print_combined_blocks(x, total, values, count)};")
+            return
+        is_stored = values.split()[0].endswith(("_values", "_row"))
+        result = print_block_reduction(x, values, int(count), is_stored)
+        if self.has_blocks():
+            self.emit(accumulator(x).update.format(total, result) + ";")
+        else:
+            name = self.running_name(x)
+            self.emit(f"const {value_ctype(x.dtype)} {name} = {result};")
 
     def padded_row(self) -> None:
         """A pointwise row: whole vectors, then its end as one more vector in buffers."""
@@ -308,7 +346,7 @@ class RowWriter:
         if start:
             k.emit_pragma("omp simd")
             k.open_loop(axis, "", "0", str(start))
-            self.point(0, [])
+            self.point(0)
             self.emit("}")
         at_start = ExpressionPrinter(identifier, {axis: str(start)})
         rest, buffers = size - start, self.printer.buffers
@@ -339,26 +377,22 @@ class RowWriter:
             self.emit(f"store_tail<{lanes}>({target}, {staging_name(store)}, {rest});")
         buffers.clear()
 
-    def simd_pragma(
-        self, reductions: list[Local], in_double: list[Local], simd_threads: str | None
-    ) -> str:
+    def simd_pragma(self, reductions: list[Local], simd_threads: str | None) -> str:
+        """`reductions` are those whose order does not matter."""
         clauses = ""
         for x in reductions:
-            name = self.block_accumulator(x) if x in in_double else self.running_name(x)
-            clauses += f" reduction({accumulator(x).omp_operator}:{name})"
+            clauses += f" reduction({accumulator(x).omp_operator}:{self.running_name(x)})"
         if simd_threads is None:
             return f"omp simd{clauses}"
         return f"omp parallel for simd schedule(static) num_threads({simd_threads}){clauses}"
 
-    def block_size(self, step: int, in_double: list[Local]) -> int | None:
+    def block_size(self, step: int, ordered: list[Local]) -> int | None:
         """Iterations of the innermost loop in a block; None where it is one loop."""
         size = static_size(self.nest.body[-1:])
-        if self.schedule.prefetch_pass == step or self.staged_stores(step):
-            is_split = self.bounds is not None
-            is_long = size is None or size > tuning.STAGING_BLOCK or is_split
-            return tuning.STAGING_BLOCK if is_long else None
-        is_long = size is None or size > 2 * tuning.SUM_BLOCK
-        return tuning.SUM_BLOCK if in_double and is_long else None
+        block = tuning.REDUCTION_CHUNK if ordered else tuning.STAGING_BLOCK
+        is_blocked = ordered or self.schedule.prefetch_pass == step or self.staged_stores(step)
+        is_long = size is None or size > block or self.bounds is not None
+        return block if is_blocked and is_long else None
 
     def staged_stores(self, step: int) -> list[Store]:
         """Stores of a pass that are staged in a block and written by non-temporal stores."""
@@ -380,7 +414,10 @@ class RowWriter:
 
     # one point
 
-    def point(self, step: int, in_double: list[Local], start: str = "0") -> None:
+    def point(
+        self, step: int, start: str = "0", read_directly: Collection[str] = frozenset()
+    ) -> None:
+        """One point of a pass; reductions that read memory directly take no part."""
         k, work = self.kernel, self.passes[step]
         index = self.body_index()
         for local in self.body_values(step):
@@ -392,8 +429,12 @@ class RowWriter:
             if local.name in self.schedule.buffered_locals:
                 self.emit(f"{name}_row[{index}] = {name};")
         for x in (*work.row_reductions, *work.full_reductions):
-            target = self.block_accumulator(x) if x in in_double else self.running_name(x)
-            self.accumulate(x, target)
+            if self.nest.body and is_ordered(x):
+                if x.name not in read_directly:
+                    value = self.printer.print_expression(x.expression)
+                    self.emit(f"{values_name(x)}[{self.block_index(start)}] = {value};")
+            else:
+                self.accumulate(x, self.running_name(x))
         for x in work.column_reductions:
             self.accumulate(x, f"{identifier(x.name)}_acc[{index}]")
         staged = self.staged_stores(step)
@@ -407,10 +448,14 @@ class RowWriter:
         value = self.printer.print_expression(x.expression)
         self.emit(accumulator(x).update.format(target, value) + ";")
 
+    def block_index(self, start: str) -> str:
+        """The position of a point in its block."""
+        name = self.nest.body[-1].name
+        return name if start == "0" else f"{name} - {start}"
+
     def stage_value(self, store: Store, start: str) -> None:
         """Puts a value into the block for non-temporal stores."""
-        name = self.nest.body[-1].name
-        index = name if start == "0" else f"{name} - {start}"
+        index = self.block_index(start)
         value = self.printer.print_expression(store.value)
         if store.tensor.dtype in NARROW_FLOATS:
             offset = index if start == "0" else f"({index})"
@@ -424,6 +469,11 @@ class RowWriter:
     def body_index(self) -> str:
         """The body point as one number."""
         return print_flat_index(self.nest.body, self.kernel)
+
+
+def values_name(x: Local) -> str:
+    """The values of a block that a reduction combines."""
+    return f"{identifier(x.name)}_values"
 
 
 def staging_name(store: Store) -> str:

@@ -1,20 +1,25 @@
 """C++ of column kernels with few grid points and only reductions: threads split the body.
 
-each thread: partials of its chunk of the body, a block of lanes at a time
-then, a block of lanes at a time: the partials of all threads combined, and the row values
+each thread: some blocks of the body, a block of lanes at a time; the partial result of every block
+then, a block of lanes at a time: the partial results combined in order, and the row values
 """
 
 from __future__ import annotations
 
 from fulgurite.fuser.codegen.cpp.columns import ColumnWriter
 from fulgurite.fuser.codegen.cpp.expressions import identifier
-from fulgurite.fuser.codegen.cpp.kernel import accumulator, print_flat_index, static_size
+from fulgurite.fuser.codegen.cpp.kernel import accumulator, print_flat_index, total_ctype
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
 def write_split_columns(columns: ColumnWriter) -> None:
     """Writes the body of the function."""
-    columns.emit(f"const int num_threads = {columns.kernel.print_num_threads() or '1'};")
+    kernel, block = columns.kernel, tuning.REDUCTION_BLOCK
+    first, *inner = columns.nest.body
+    size = kernel.print_size(first)
+    blocks = size if inner else f"({size} + {block - 1}) / {block}"
+    columns.emit(f"const int num_threads = {kernel.print_num_threads() or '1'};")
+    columns.emit(f"const int64_t blocks = {blocks};", "of a reduction")
     _allocate_partials(columns)
     _write_partials(columns)
     _combine_partials(columns)
@@ -26,20 +31,22 @@ def _allocate_partials(columns: ColumnWriter) -> None:
     points = columns.kernel.print_product(columns.nest.grid)
     for x in columns.find_reductions(0):
         name, ctype = identifier(x.name), accumulator(x).ctype
-        size = f"sizeof({ctype}) * num_threads * ({points})"
+        size = f"sizeof({ctype}) * blocks * ({points})"
         columns.emit(f"{ctype}* {name}_partials = ({ctype}*)malloc({size});")
 
 
 def _write_partials(columns: ColumnWriter) -> None:
     kernel, nest, emit = columns.kernel, columns.nest, columns.emit
     kernel.open_parallel_for("num_threads")
-    emit("for (int64_t chunk = 0; chunk < num_threads; ++chunk) {", "one chunk of the body")
-    size, unroll = static_size(nest.body[:1]), tuning.COLUMN_UNROLL
-    if size is not None and size % unroll == 0 and len(nest.body) == 1:
-        share = f"{size // unroll} / num_threads * {unroll}"
-    else:
-        share = f"{kernel.print_size(nest.body[0])} / num_threads"
-    emit(f"const int64_t begin = chunk * {share}, end = (chunk + 1) * {share};")
+    emit("for (int64_t chunk = 0; chunk < blocks; ++chunk) {", "one block of the body")
+    first, *inner = nest.body
+    block = tuning.REDUCTION_BLOCK
+    bounds = (
+        "begin = chunk, end = chunk + 1"
+        if inner
+        else f"begin = chunk * {block}, end = min_i64(begin + {block}, {kernel.print_size(first)})"
+    )
+    emit(f"const int64_t {bounds};")
     columns.open_loops()
     columns.row_values(0)
     columns.one_pass(0, ("begin", "end"))
@@ -62,14 +69,20 @@ def _combine_partials(columns: ColumnWriter) -> None:
     columns.row_values(0)
     for x in reductions:
         columns.declare_array(x, "", accumulator(x).ctype)
+        columns.declare_array(x, "_total", total_ctype(x))
         columns.row_locals.add(x.name)
-    columns.open_lanes("combine the partials of all threads")
+    columns.reset(reductions, "_total")
+    emit("for (int64_t chunk = 0; chunk < blocks; ++chunk) {", "combine the partial results")
+    columns.open_lanes()
     for x in reductions:
         name = identifier(x.name)
-        emit(f"{name}[lane] = {name}_partials[{index}];")
-        partial = f"{name}_partials[t * ({points}) + {index}]"
-        update = accumulator(x).update.format(f"{name}[lane]", partial)
-        emit(f"for (int t = 1; t < num_threads; ++t) {update};")
+        partial = f"{name}_partials[chunk * ({points}) + {index}]"
+        emit(accumulator(x).update.format(f"{name}_total[lane]", partial) + ";")
+    emit("}")
+    emit("}")
+    columns.open_lanes()
+    for x in reductions:
+        emit(f"{identifier(x.name)}[lane] = {identifier(x.name)}_total[lane];")
     emit("}")
     columns.row_values(1)
     columns.close_loops()

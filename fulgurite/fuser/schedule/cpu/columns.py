@@ -13,7 +13,7 @@ import sys
 
 from fulgurite.device import DeviceInfo
 from fulgurite.fuser.ir.cost import count_elements, size_hint, tensor_bytes
-from fulgurite.fuser.ir.expression import Expression, Load
+from fulgurite.fuser.ir.expression import Expression, Load, opmath_dtype
 from fulgurite.fuser.ir.loop_nest import LoopNest
 from fulgurite.fuser.schedule.analysis import (
     analyze_nest,
@@ -22,14 +22,14 @@ from fulgurite.fuser.schedule.analysis import (
     find_pass_roots,
     is_body_store,
 )
-from fulgurite.fuser.schedule.cpu.base import CpuSchedule, choose_simd_axis
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule
 from fulgurite.fuser.schedule.cpu.memory_traffic import (
     find_contiguous_loads,
     find_nontemporal_stores,
 )
 from fulgurite.fuser.schedule.cpu.rows import can_split, choose_buffered_locals
+from fulgurite.fuser.schedule.cpu.tile_cost import arrange_columns
 from fulgurite.fuser.schedule.cpu.tiles import NO_TILES, find_tiles
-from fulgurite.fuser.schedule.loop_order import arrange_loops
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
@@ -45,7 +45,7 @@ def why_not(nest: LoopNest) -> str | None:
 
 
 def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
-    nest = arrange_loops(nest, choose_simd_axis(nest, nest.grid))
+    nest = arrange_columns(nest)
     simd_axis = nest.grid[-1]
     analysis = analyze_nest(nest)
     passes = count_passes(nest, analysis)
@@ -53,15 +53,14 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
     outer = count_elements(tuple(axis.size for axis in nest.grid[:-1]))
     stores_body = any(is_body_store(nest, store) for store in nest.stores)
     tiles = find_tiles(nest)
+    most = _count_accumulated_lanes(nest)
     if passes == 1 and not stores_body and tiles == NO_TILES:
-        tasks = outer * -(-width // tuning.MAX_COLUMN_SUM_BLOCK)
-        if can_split(nest, tasks, device):
-            block = min(tuning.MAX_COLUMN_SUM_BLOCK, _round_up(width))
+        tasks = outer * -(-width // most)
+        if _has_blocks_to_split(nest) and can_split(nest, tasks, device):
+            block = min(most, _round_up(width))
             return CpuSchedule("columns", nest, simd_axis, block=block, splits_body=True)
     is_static = simd_axis.size.is_constant
-    longest = (
-        min(tuning.MAX_COLUMN_BLOCK, _round_up(width)) if is_static else tuning.MAX_COLUMN_BLOCK
-    )
+    longest = min(most, _round_up(width)) if is_static else most
     block, packed = longest, False
     buffered: tuple[str, ...] = ()
     if passes > 1:
@@ -106,6 +105,26 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         tiles=tiles,
         nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
     )
+
+
+def _count_accumulated_lanes(nest: LoopNest) -> int:
+    """The most lanes whose accumulators stay in the L1 cache."""
+    sizes = [opmath_dtype(x.dtype).itemsize for x in nest.locals.values() if x.reduction]
+    lane_bytes = tuning.REDUCTION_LANES * sum(sizes)
+    most = tuning.MAX_COLUMN_LANE_BYTES // max(lane_bytes, 1)
+    multiple = most // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
+    return max(min(multiple, tuning.MAX_COLUMN_BLOCK), tuning.MIN_COLUMN_BLOCK)
+
+
+def _has_blocks_to_split(nest: LoopNest) -> bool:
+    """Whether the body is several blocks of a reduction, each with one result for a column."""
+    first, *inner = nest.body
+    if not all(axis.size.is_constant for axis in nest.body):
+        return False
+    if not inner:
+        return first.size.constant > tuning.REDUCTION_BLOCK
+    is_block = 16 <= inner[0].size.constant <= tuning.REDUCTION_BLOCK
+    return len(inner) == 1 and is_block
 
 
 def find_packed_loads(

@@ -72,8 +72,12 @@ def can_split(nest: LoopNest, tasks: int, device: DeviceInfo) -> bool:
     """Whether threads can split the body and should: few tasks, much work each, only row reductions."""
     points = count_elements(tuple(axis.size for axis in nest.axes))
     is_static = all(axis.size.is_constant for axis in nest.axes)
+    # a block of a reduction has one partial result: rows in many short runs would have as many
+    is_long = nest.body[-1].size.is_constant and (
+        len(nest.body) == 1 or nest.body[-1].size.constant >= tuning.MIN_SPLIT_RUN
+    )
     fills_device = tasks >= tuning.MIN_TASKS_PER_THREAD * device.num_cores
-    if fills_device or points < tuning.MIN_SPLIT_POINTS or not is_static:
+    if fills_device or points < tuning.MIN_SPLIT_POINTS or not is_static or not is_long:
         return False
     reductions = [x for x in nest.locals.values() if x.reduction]
     return all(x.role == "row_reduction" for x in reductions)

@@ -32,6 +32,11 @@ def are_scans_independent(nest: LoopNest) -> bool:
     return not any(names & _find_inputs(nest, local) for local in find_scans(nest))
 
 
+def _adds_exponentials(nest: LoopNest) -> bool:
+    """Is there a scan whose chunks, combined, differ from one chain of operations?"""
+    return any(local.reduction == "logsumexp" for local in find_scans(nest))
+
+
 def _find_inputs(nest: LoopNest, local: Local) -> set[str]:
     """The locals that one is computed from, directly or not."""
     found: set[str] = set()
@@ -52,7 +57,7 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         rows = count_elements(tuple(axis.size for axis in nest.grid))
         points = rows * size_hint(nest.body[-1].size)
         is_large = rows < device.num_cores and points >= tuning.MIN_SPLIT_POINTS
-        splits_body = is_large and are_scans_independent(nest)
+        splits_body = is_large and are_scans_independent(nest) and not _adds_exponentials(nest)
         return CpuSchedule("scan", nest, nest.body[-1], splits_body=splits_body)
     nest = arrange_loops(nest, simd_axis)
     points = count_elements(tuple(axis.size for axis in nest.grid))

@@ -24,11 +24,17 @@ def prefers_tiles(nest: LoopNest) -> bool:
     roles = {local.role for local in nest.locals.values()}
     if not nest.grid or not nest.body or roles & {"column_reduction", "full_reduction", "finalize"}:
         return False
-    side_by_side = arrange_loops(nest, choose_simd_axis(nest, nest.grid))
+    side_by_side = arrange_columns(nest)
     tiles = find_tiles(side_by_side)
     if tiles == NO_TILES or size_hint(side_by_side.grid[-1].size) < tuning.MIN_TILED_LANES:
         return False
     return _count_tile_cycles(side_by_side, tiles) < _count_row_cycles(nest)
+
+
+def arrange_columns(nest: LoopNest) -> LoopNest:
+    """The body as in a row kernel, so that reductions have one order; lanes are contiguous."""
+    along = choose_simd_axis(nest, nest.body)
+    return arrange_loops(nest, choose_simd_axis(nest, nest.grid), along)
 
 
 def _count_tile_cycles(nest: LoopNest, tiles: Tiles) -> float:
