@@ -242,22 +242,36 @@ def record(step: Callable[..., Any], *inputs: Any, warmups: int = 1) -> Recordin
 
     warmups   calls before the recording, which compile regions and touch memory first
     """
-    if _thread_state.recorder is not None:
-        raise ReplayError("a recording inside a recording", next="record the outer step only")
+    _check_not_recording()
     for _ in range(warmups):
         step(*inputs)
+    # A profiler sees every op. Under a dispatch mode TorchDynamo would not run compiled code.
+    with profiler_legacy.profile() as profile:
+        recording = record_kernels(step, *inputs)
+    _check_no_computation([event.name for event in profile.function_events])
+    return recording
+
+
+def record_kernels(step: Callable[..., Any], *inputs: Any) -> Recording:
+    """Run `step(*inputs)` and record its native calls alone: what else it computes is not in the recording.
+
+    A recording for timings.
+    """
+    _check_not_recording()
     recorder = Recorder()
     _thread_state.recorder = recorder
     _count_recording(1)
     try:
-        # A profiler sees every op. Under a dispatch mode TorchDynamo would not run compiled code.
-        with profiler_legacy.profile() as profile:
-            outputs = step(*inputs)
+        outputs = step(*inputs)
     finally:
         _thread_state.recorder = None
         _count_recording(-1)
-    _check_no_computation([event.name for event in profile.function_events])
     return Recording(recorder, (inputs, step), outputs)
+
+
+def _check_not_recording() -> None:
+    if _thread_state.recorder is not None:
+        raise ReplayError("a recording inside a recording", next="record the outer step only")
 
 
 class Recording:

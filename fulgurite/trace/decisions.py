@@ -19,7 +19,7 @@ from fulgurite import cache
 from fulgurite.trace.cost import format_seconds, size_hint
 from fulgurite.trace.node_meta import fake_value
 
-FORMAT = 2  # of the decisions on disk
+FORMAT = 3  # of the decisions on disk
 INDEX_STEP = 7919  # between example indices: neighbouring rows are not stored one after the other
 Measure = Callable[..., dict[str, float] | None]  # (implementations by name, *inputs) → seconds
 

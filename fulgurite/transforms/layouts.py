@@ -147,7 +147,7 @@ def _unify_operands(node: fx.Node, changed: Sequence[fx.Node]) -> None:
     torch's fake rules of some ops predict another layout than their kernels return for operands of
     different layouts (`elu_backward`). A generated kernel reads the operand in place.
     """
-    result = next(iter(iter_tensors(fake_value(node))), None)
+    result: Tensor | None = next(iter(iter_tensors(fake_value(node))), None)
     peers = [n for n in node.all_input_nodes if result is not None and _is_like(n, result)]
     leader = next((n for n in peers if n in changed), None)
     if leader is None:

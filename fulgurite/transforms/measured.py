@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fulgurite import native, timing
+from fulgurite import native, replay, timing
 from fulgurite.device import num_cpu_threads
 from fulgurite.trace.decisions import Decision, decision_key, read_decision, write_decision
 from fulgurite.trace.node_meta import fake_value
 from fulgurite.version import VERSION
 
+FORMAT = "2"  # of the timings: without the host's time for our call
 MAX_TIMED_BYTES = 256 << 20  # of the operands that are made for a timing
+MAX_TIMINGS = 3  # on a busy machine readings may not settle
 MIN_GAIN = 1.1  # times faster than torch's, or it stays
 
 Layout = (
@@ -65,7 +67,7 @@ def is_ours_faster(comparison: Comparison) -> bool:
     """Whether our kernel is faster; stored after the first timing."""
     kind = comparison.kind
     key = decision_key(
-        VERSION, torch.__version__, native.cpu_fingerprint(), str(torch.get_num_threads()),
+        VERSION, FORMAT, torch.__version__, native.cpu_fingerprint(), str(torch.get_num_threads()),
         kind, *map(str, comparison.operands), *map(str, comparison.constants),
     )  # fmt: skip
     decision = read_decision(key, kind, {"torch", "fulgurite"})
@@ -89,10 +91,12 @@ def time_calls(comparison: Comparison) -> dict[str, float] | None:
         None if layout is None else torch.ones(span).as_strided(*layout)
         for span, layout in zip(spans, comparison.operands, strict=True)
     ]
-    calls = {"torch": comparison.run_torch, "fulgurite": comparison.run_ours}
+    ours = replay.record_kernels(comparison.run_ours, *operands)  # as a host program calls it
+    calls = {"torch": comparison.run_torch, "fulgurite": lambda *_: ours()}
     is_alone = torch.get_num_threads() == 1 and num_cpu_threads() == 1
     clock = time.thread_time if is_alone else time.perf_counter
-    return timing.best_times_on(calls, *operands, clock=clock)
+    readings = (timing.best_times_on(calls, *operands, clock=clock) for _ in range(MAX_TIMINGS))
+    return next((seconds for seconds in readings if seconds is not None), None)
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import fulgurite
 from fulgurite import cache, timing
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import autotune
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
 from fulgurite.trace.decisions import make_example_input
 from fulgurite.trace.signature import region_signature
 
@@ -329,3 +330,26 @@ def test_example_inputs_match_the_metadata(shape, strides, dtype):
     assert bool(((numbers >= low) & (numbers <= high)).all()), "an element was left as it was"
     if numbers.numel() > 4093:
         assert torch.equal(numbers.flatten()[4093:4100], numbers.flatten()[:7])
+
+
+def test_the_launcher_in_python_is_not_timed(clock, monkeypatch):
+    """A host program runs the kernels without it. It had made torch win most small regions."""
+    fused_calls = []
+    launch = FusedRegion.__call__
+
+    def counted(self, *arguments):
+        fused_calls.append(self)
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(FusedRegion, "__call__", counted)
+    x, w = inputs()
+    fulgurite.compile(normalized, autotune="auto")(x, w)
+    before = len(fused_calls)
+    assert before > 0
+    call = fused_calls[0]
+    recorded = autotune._without_launcher(call, (x, w))
+    made = len(fused_calls)
+    x.copy_(torch.randn(5, 6))
+    (result,) = recorded(x, w)
+    assert len(fused_calls) == made
+    torch.testing.assert_close(result, normalized(x, w))
