@@ -11,6 +11,7 @@ is flushed, the process ends.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -44,4 +45,6 @@ def _flush_output() -> bool:
     except OSError as problem:
         os.write(2, f"the output can't be written: {problem.strerror}\n".encode())
         return False
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what libraries have printed: NCCL, for example
     return True

@@ -3,7 +3,8 @@
     clock.now()        at least every second from some thread
 
 A process that is suspended (Ctrl-Z, a debugger, a paused container) sees all others silent when it goes
-on: they were suspended, too, or could not be heard. So a long time between two calls is left out.
+on: they were suspended, too, or could not be heard. So a long time between two calls counts as
+`max_pause` seconds. It counts at all, since calls may be slow for ever on an overloaded machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-MAX_PAUSE = 3.0  # seconds between two calls; a longer time is left out
+MAX_PAUSE = 3.0  # seconds between two calls that count
 
 
 class RunningClock:
@@ -28,6 +29,5 @@ class RunningClock:
     def now(self) -> float:
         with self.lock:
             last, self.last = self.last, self.read()
-            if self.last - last > self.max_pause:
-                self.paused += self.last - last
+            self.paused += max(0.0, self.last - last - self.max_pause)
             return self.last - self.paused
