@@ -86,6 +86,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         if next(_finished_files) % FILES_PER_FULL_COLLECTION == 0:
             gc.unfreeze()
+        torch._dynamo.reset()  # else the last test's graphs would be kept
         gc.collect()
         gc.freeze()
 

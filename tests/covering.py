@@ -12,7 +12,8 @@ def mark_uncovering(items: Iterable[pytest.Item]) -> None:
     """Mark `slow` what a test marked `covering` doesn't need for every value of its parameters."""
     tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+        is_marked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
+        if isinstance(item, pytest.Function) and is_marked:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         # one id for each `parametrize`; `indices` and `params` don't tell which values belong together

@@ -15,6 +15,7 @@ import torch
 import fulgurite
 from fulgurite import cache, native
 from fulgurite.errors import CompileError
+from tests.forked import run_program
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer(void) {{ return {0}; }}'
 
@@ -109,13 +110,8 @@ def test_without_a_compiler_the_fuser_claims_nothing() -> None:
         "ours = [w for w in caught if 'compiler' in str(w.message)]\n"
         "assert len(ours) == 1, caught\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"FULGURITE_CXX": "no-such-compiler", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
+    environment = {"FULGURITE_CXX": "no-such-compiler", "PATH": "/usr/bin:/bin"}
+    done = run_program(program, {**environment, "HOME": "/nonexistent"})
     assert done.returncode == 0, done.stderr
 
 

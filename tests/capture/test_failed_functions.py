@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch._dynamo.variables import TensorVariable
 
 import fulgurite
 from fulgurite.errors import FallbackWarning
+from tests.forked import run_program
 
 
 @pytest.fixture(params=[AssertionError, IndexError, LookupError])
@@ -86,5 +86,5 @@ for _ in range(3):
 
 def test_coroutines_run_in_eager_mode():
     """In a process of its own: a captured coroutine makes a later garbage collection crash."""
-    result = subprocess.run([sys.executable, "-c", ASYNCHRONOUS], capture_output=True, text=True)
+    result = run_program(ASYNCHRONOUS, os.environ)
     assert result.returncode == 0, result.stderr

@@ -90,6 +90,8 @@ def trace(
         if any(map(is_mutation, graph.graph.nodes)):
             functional = torch.func.functionalize(graph, remove="mutations")
             graph = make_fx(functional, tracing_mode=mode)(*arguments)
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        node._rename(f"arg{position}_1")  # as functionalization names them
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph

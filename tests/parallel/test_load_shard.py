@@ -85,6 +85,7 @@ PACKED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("format", PACKED)
 def test_quantized_checkpoints(ranks, tmp_path, format, shape):

@@ -7,6 +7,7 @@ import pytest
 from tests.parallel import quant_cases as cases
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_fp8_training_of_sharded_parameters(ranks_with_groups, recipe, checkpointed):

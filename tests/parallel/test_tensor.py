@@ -146,6 +146,7 @@ def test_data_and_tensor(ranks, name):
     check(ranks(4), config_of(name), BOTH)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SPREAD.values(), ids=SPREAD)
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama4"])
 def test_experts_over_ranks(ranks, name, shape):

@@ -244,10 +244,11 @@ def test_powers_of_zeros_and_infinities() -> None:
     """0 ** -1 is infinite, and 0 ** 0 is 1 if the exponent is a number; z ** 0 was NaN at infinity."""
     z = torch.tensor([0j, complex(-0.0, -0.0), complex(INF, 0), complex(0, INF), complex(NAN, 0)])
     z = torch.cat([z, torch.tensor([complex(-INF, 1), 1 + 2j, complex(INF, INF)])])
-    check_against_cpu(lambda z: tuple(z**exponent for exponent in EXPONENTS), z, 1e-5)
+    for start in range(0, len(EXPONENTS), 4):  # g++ takes far longer for all of them in one kernel
+        some = EXPONENTS[start : start + 4]
+        check_against_cpu(lambda z: tuple(z**exponent for exponent in some), z, 1e-5)
     if support.TARGET == "cpp":
-        tensors = [torch.full_like(z, exponent) for exponent in EXPONENTS]
-        check_complex(lambda z, *exponents: tuple(z**b for b in exponents), z, *tensors)
+        check_complex(lambda z, b: z[:, None] ** b, z, torch.tensor(EXPONENTS))
 
 
 def test_complex_half() -> None:

@@ -20,6 +20,7 @@ from tests.train.parallel.reduction_cases import (
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", ["dense", "tied", "moe"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_deterministic_runs_have_the_same_bits(ranks: Ranks, model: str, count: int) -> None:

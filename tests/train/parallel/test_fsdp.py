@@ -28,6 +28,7 @@ from tests.train.parallel.state_cases import (
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", ["tied", "moe"])
 @pytest.mark.parametrize(
     "count, shard", [(2, 0), (4, 2), pytest.param(4, 0, marks=pytest.mark.slow)]

@@ -25,6 +25,7 @@ def make_case(name: str, degrees: Degrees, schedule: str, steps: int, count: int
     return Case(name, degrees, steps=steps, count=count, section=section, changed=layers)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["qwen3", "tied", "dots1"])
 def test_two_ranks_train_as_one(pair, name, schedule):

@@ -62,6 +62,7 @@ def test_without_sequence_parallelism(pair, name):
     cases.check(pair, Case(name, TWO, steps=6, count=1, section=section))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("degrees", [Degrees(tp=2, dp_replicate=2), Degrees(tp=2, dp_shard=2)])
 @pytest.mark.parametrize("name", ["tied", "dots1"])
 def test_with_data_ranks(pool, name, degrees):
