@@ -17,12 +17,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fulgurite import repro
+from fulgurite.capture import dynamo_fixes
+from fulgurite.capture.as_function import FunctionLike, as_function
 from fulgurite.capture.blocks import BlockGroup, BlockRunner, find_blocks, should_compile_blocks
 from fulgurite.capture.compiled_module import unpickle_original, unwrap_compiled, wrap_module
 from fulgurite.capture.direct_call import DirectCall
@@ -62,6 +65,7 @@ TORCH_COMPILE_MODES: dict[str, dict[str, Any]] = {
     "max-autotune-no-cudagraphs": {"autotune": True, "cudagraph": False},
 }
 _active_recordings: list[list[Compiled]] = []
+dynamo_fixes.install()  # torch.compile(backend="fulgurite") loads this module before it captures
 
 
 @contextmanager
@@ -75,7 +79,7 @@ def record_compilations() -> Iterator[list[Compiled]]:
         _active_recordings.remove(recording)
 
 
-class Compiled:
+class Compiled(FunctionLike):
     """A compiled function. Call it like the original; its attributes show how it was compiled."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
@@ -214,7 +218,15 @@ class Compiled:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Bind like a plain function when used as a method."""
-        return self if owner is None else functools.partial(self, owner)
+        if owner is None:
+            return self
+        if torch.compiler.is_dynamo_compiling():  # it can't make bound methods
+            return functools.partial(self, owner)
+        return MethodType(self._function, owner)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        return as_function(self)
 
     def __copy__(self) -> Any:
         return self  # like copying a function

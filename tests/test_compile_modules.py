@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from torch import fx, nn
 import fulgurite
 from fulgurite.compile import backend
 from fulgurite.errors import ArgumentError
+from tests.forked import run_program
 
 
 class Small(nn.Module):
@@ -144,6 +146,17 @@ def test_torch_compile_backend():
     assert torch.allclose(torch.compile(model, backend="fulgurite")(x), model(x))
     options = {"remat": "none", "executors": ["torch"]}
     assert torch.allclose(torch.compile(model, backend="fulgurite", options=options)(x), model(x))
+
+
+def test_torch_compile_captures_as_fulgurite_does():
+    program = """
+import torch
+x = torch.ones(())
+compiled = torch.compile(lambda x: x in [x + 1, x], backend="fulgurite")
+assert compiled(x) is True, compiled(x)
+"""
+    outcome = run_program(program, os.environ)
+    assert outcome.returncode == 0, outcome.output
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - `isinstance` calls the `__instancecheck__` of a metaclass at each capture of an object whose attributes it reads,
   with guards on them.
 - `5 in (n, m)`, `n in range(5)` and `values.pop(n)` with integers that became symbols take their values.
+- The attributes of a method are those of its function, as `inspect.getfullargspec` reads them. TorchDynamo fails
+  on methods, which have no `__dict__`.
 - A lazy module whose first input has symbolic sizes gets the numbers that its parameters and attributes need.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -60,7 +62,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -71,10 +73,10 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, decompositions
 from torch._dynamo import exc, polyfills, symbolic_convert, trace_rules, utils
-from torch._dynamo.variables import builder, builtin, lists, misc, nn_module
+from torch._dynamo.variables import builder, builtin, dicts, lists, misc, nn_module
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, WrapperUserFunctionVariable
 from torch._dynamo.variables.tensor import (
     NumpyNdarrayVariable,
     SymNodeVariable,
@@ -194,6 +196,8 @@ def install() -> None:
     for kind in (UninitializedParameter, UninitializedBuffer):
         _replace(kind, "materialize", _materialize_by_numbers)
     _replace(nn_module, "initialize_lazy_module", _specialize_attributes)
+    proxy = getattr(dicts, "SideEffectsProxyDict", None)  # since torch 2.13
+    _replace(proxy, "get_example_value_dict", _read_attributes_of_method)
     autograd_functions.install()
     failed_functions.install()
     kernel_layouts.install()
@@ -512,6 +516,15 @@ def _break_at_generator(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, name, args, kwargs)
 
     return call_method
+
+
+def _read_attributes_of_method(original: Callable[..., Any]) -> Any:
+    def get_example_value_dict(variable: Any) -> Any:
+        is_wrapper = isinstance(variable, WrapperUserFunctionVariable)
+        wrapped = variable.get_function() if is_wrapper else None
+        return vars(wrapped.__func__) if isinstance(wrapped, MethodType) else original(variable)
+
+    return staticmethod(get_example_value_dict)
 
 
 def _trace_instance_check(original: Callable[..., Any]) -> Callable[..., Any]:

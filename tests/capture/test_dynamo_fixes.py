@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 
@@ -553,3 +554,14 @@ def test_lazy_modules_whose_first_input_has_symbolic_sizes(make, shape):
     assert len(compiled.graphs) == 1
     assert not any(isinstance(value, torch.SymInt) for value in vars(module).values())
     repr(module), copy.deepcopy(module)
+
+
+def test_methods_that_inspect_a_compiled_method():
+    class Step:
+        def run(self, x):
+            return x * 2 if inspect.getfullargspec(self.run).varargs else x
+
+    dynamo_fixes.install()
+    step, x = Step(), torch.randn(3)
+    step.run = torch.compile(step.run, backend="eager")
+    assert torch.equal(step.run(x), x * 2)
