@@ -94,6 +94,15 @@ def _contiguous(x: Tensor, *_: Any) -> Order:
     return [*range(x.dim())]
 
 
+def _contiguous_exponent(_: Any, exponent: Tensor) -> Order:
+    return _contiguous(exponent)
+
+
+def _order_of_scaled(x: Tensor, exponent: Tensor) -> Order:
+    """`ldexp`: x · 2^exponent, whose power is contiguous if it is real."""
+    return _order_of_operands(x, exponent if exponent.is_complex() else exponent.contiguous())
+
+
 def _contiguous_images(x: Tensor, *_: Any) -> Order:
     """One number for each position of images [batch, channels, height, width]."""
     return [*range(x.dim() - 1)]
@@ -120,6 +129,14 @@ ORDERS: dict[OpOverload, Callable[..., Order | None]] = {
     aten.div.Tensor_mode: _order_of_operands,
     aten.floor_divide.default: _order_of_operands,
     aten.xlogy.Tensor: _order_of_operands,
+    aten.heaviside.default: _order_of_operands,
+    aten.pow.Scalar: _contiguous_exponent,
+    aten.ldexp.Tensor: _order_of_scaled,
+    aten.logaddexp.default: _order_of_operands,
+    aten.logaddexp2.default: _order_of_operands,
+    aten.logical_and.default: _order_of_operands,
+    aten.logical_or.default: _order_of_operands,
+    aten.logical_xor.default: _order_of_operands,
     aten.special_xlog1py.default: _order_of_operands,
     aten.binary_cross_entropy.default: _order_of_first,
     aten.nll_loss2d_forward.default: _contiguous_images,

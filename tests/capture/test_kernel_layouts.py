@@ -65,6 +65,8 @@ CASES = {
     "angle": (torch.angle, lambda: (numbers(3, 4, dtype=torch.complex64).t(),)),
     "copysign": (torch.copysign, lambda: (numbers(5, 4, 3).transpose(0, 2), numbers(5, 4).t())),
     "xlogy": (torch.xlogy, lambda: (numbers(5, 4, 3).transpose(0, 2), numbers(4, 5))),
+    "power": (partial(torch.pow, 2.0), lambda: (numbers(3, 4).t(),)),
+    "both": (torch.logical_and, lambda: (numbers(5, 1, 4).transpose(0, 2), numbers(5, 1).t())),
     "floor": (torch.floor_divide, lambda: (numbers(5, 4).t(), torch.tensor(0.5))),
     "addr": (torch.addr, lambda: (torch.tensor(1.0), narrow(3), narrow(4))),
     "blocks": (torch.block_diag, lambda: (numbers(1, 3), torch.tensor(0.5).double())),

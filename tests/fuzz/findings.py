@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 import math
 import fulgurite
-from tests.fuzz.program import mixed_precision, with_gradient, without_gradient
+from tests.fuzz.functions import *
 
 {program}
 

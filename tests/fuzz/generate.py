@@ -43,7 +43,7 @@ ELEMENTWISE_OPS = sorted(ELEMENTWISE_LOWERINGS)  # some are prims only
 EXACT_OPS = set(
     "add sub rsub mul neg abs maximum minimum fmax fmin clamp clamp_min clamp_max relu positive where".split()
 )
-WRITING_TABLES = ("inplace", "symbolic write", "foreach")
+WRITING_TABLES = ("inplace", "symbolic write", "foreach", "out write")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -61,7 +61,7 @@ class Builder:
         no_gradients = ("error", "complex", "symbol", "shared")
         self.gradient = self.kind not in no_gradients and rng.random() < share
         self.gradient |= self.kind == "symbol" and rng.random() < 0.1
-        self.gradient |= self.kind == "grad mode"
+        self.gradient |= self.kind in ("grad mode", "autograd")
         self.call: dict[str, Number] = {}
         self.inputs: list[Input] = []
         self.scalars: list[str] = []

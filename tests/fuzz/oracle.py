@@ -61,7 +61,10 @@ def evaluation(wide: bool) -> Iterator[None]:
 
 
 def run_line(line: Line, scope: dict[str, Any], wide: bool) -> None:
-    exec(widen_text(str(line)) if wide else str(line), NAMES, scope)
+    names = NAMES | scope | {"__name__": "program"}  # a lambda of the line sees globals only
+    exec(widen_text(str(line)) if wide else str(line), names)
+    if line.target:
+        scope[line.target] = names[line.target]
 
 
 @dataclass

@@ -16,35 +16,20 @@ import torch
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-
-def mixed_precision(function: Callable[..., Any], *operands: Any) -> Any:
-    """The function's result under autocast to bfloat16."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.autocast(device, torch.bfloat16):
-        return function(*operands)
-
-
-def without_gradient(function: Callable[..., Any], *operands: Any) -> Any:
-    """The function's result under `torch.no_grad`."""
-    with torch.no_grad():
-        return function(*operands)
-
-
-def with_gradient(function: Callable[..., Any], *operands: Any) -> Any:
-    """The function's result under `torch.enable_grad` inside `torch.no_grad`."""
-    with torch.no_grad(), torch.enable_grad():
-        return function(*operands)
-
+from tests.fuzz import functions
 
 # the scope of a program's lines
+FUNCTIONS = (
+    functions.mixed_precision, functions.without_gradient, functions.with_gradient, functions.with_out,
+    functions.with_new_out, functions.recomputed, functions.hooked, functions.square, functions.product,
+    functions.doubled, functions.partly_written, functions.gradient_inside,
+)  # fmt: skip
 NAMES: dict[str, Any] = {
     "torch": torch,
     "F": F,
     "math": math,
     "TwoTensor": TwoTensor,
-    "mixed_precision": mixed_precision,
-    "without_gradient": without_gradient,
-    "with_gradient": with_gradient,
+    **{function.__name__: function for function in FUNCTIONS},
 }
 IDENTIFIER = re.compile(r"\b[abijknpstuv]\d+(?:_\d+)?\b")
 Number = int | float
@@ -121,7 +106,7 @@ class Program:
         )
 
     def function(self) -> Callable[..., tuple[Any, ...]]:
-        scope = dict(NAMES)
+        scope = dict(NAMES, __name__="program")  # functools.wraps reads the name
         exec(compile(str(self), f"<fuzz {self.seed}>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
 

@@ -170,6 +170,26 @@ without_gradient(torch.narrow, {x}, {d}, {k}, 1) | without_gradient(torch.Tensor
 without_gradient(torch.Tensor.detach, {x}) | without_gradient(torch.flatten, {x}) | {x} * without_gradient(torch.sum, {x}, {d}, True) | with_gradient(torch.Tensor.view, {x}, -1) | with_gradient(torch.select, {x}, {d}, {k}) | with_gradient(torch.mul, {x}, {y})
 {x} - without_gradient(torch.amax, {x}, {d}, True) | without_gradient(torch.Tensor.clone, {x}) | without_gradient(torch.Tensor.contiguous, {x}) | {x}.detach() | {x}.data | {x}.detach() + {x} | {x} - {x}.detach() | with_gradient(torch.add, {x}.detach(), {x})
 """
+AUTOGRAD = """
+~square({f}) | ~product({f}, {g}, {s}) | ~doubled({f}) | ~square({f} * {g}) | partly_written({f}, {q}) | hooked({f}, {s}) | hooked({f}, {s}) * {g} | ~recomputed(torch.sin, {f}) | ~recomputed(torch.mul, {f}, {g}) | ~recomputed(square, {f})
+~gradient_inside(torch.sin, {f}) | ~gradient_inside(square, {f}) | {f} * gradient_inside(torch.neg, {f}) | ~square({f}[{k}:]) | square({f}).detach() | ~hooked(square({f}), 2) | ~recomputed(F.softmax, {f}, {d}) | partly_written({f}.mT, {q}) | ~doubled({f}.T) | ~product({f}, {f}, {s})
+~recomputed(lambda r: r.exp().sum({d}), {f}) | partly_written({f}, {q}).view(-1) | ~without_gradient(square, {f}) | hooked({f}.expand(2, *{f}.shape), {s}) | ~recomputed(lambda r: partly_written(r, 2).cumsum({d}), {f}) | ~mixed_precision(square, {f} @ {f}.mT)
+"""
+TRANSFORMS = """
+~torch.vmap(torch.sin)({f}) | ~torch.vmap(lambda r: r.softmax(-1))({f}) | torch.vmap(lambda r: r.sum(-1))({x}) | torch.vmap(lambda r: r.flip(0), {d}, {d})({x}) | torch.vmap(lambda r: r * 2, {d}, {e})({x}) | torch.vmap(torch.add, (0, None))({x}, {y}) | torch.vmap(torch.vmap(lambda r: r + 1))({x})
+~torch.func.grad(lambda r: (r * r * {s}).sum())({f}) | ~torch.func.grad(lambda r: r.sin().sum())({f}) | ~torch.func.jvp(torch.sin, ({f},), ({f},))[1] | ~torch.func.vjp(torch.tanh, {f})[1]({f})[0] | torch.func.vjp(lambda r: r[{k}:] * 2, {f})[0] | ~torch.func.jacrev(torch.cos)({f}.flatten()[:4])
+torch.func.jacfwd(lambda r: r.cumsum(0))({f}.flatten()[:4]) | ~torch.func.hessian(lambda r: (r ** 3).sum())({f}.flatten()[:3]) | torch.vmap(lambda r: r.clone().mul_(2))({x}) | torch.vmap(lambda r: r.cumsum(0))({x}) | torch.vmap(lambda r: r.unsqueeze(0).expand(2, *r.shape))({x})
+torch.vmap(lambda r: torch.where(r > {s}, r, 0))({x}) | torch.vmap(lambda r: r.amax(-1))({x}) | ~torch.vmap(lambda r: F.layer_norm(r, r.shape[-1:]))({f}) | ~torch.vmap(torch.func.grad(lambda r: (r * r).sum()))({f}) | ~torch.func.grad(lambda r: square(r).sum())({f}) | torch.vmap(lambda r: r.to(torch.float64))({x})
+~torch.vmap(lambda r: r @ r.mT)({f}) | ~torch.vmap(lambda r: r.var(-1))({f}) | torch.vmap(lambda r: r.roll(1, 0))({x}) | torch.vmap(lambda r: r.diagonal())({x}) | torch.vmap(lambda r: torch.stack([r, r * 2]), out_dims=1)({x}) | torch.vmap(lambda r: r.tril())({x}) | torch.vmap(lambda r: r.view(-1)[{k}:])({x}.contiguous())
+"""
+OUT = """
+with_out(torch.add, {x}, {y}) | with_out(torch.mul, {x}, {s}) | with_out(torch.sum, {x}, {d}) | with_out(torch.cumsum, {x}, {d}) | with_out(torch.maximum, {x}, {y}) | ~with_out(torch.sin, {f}) | with_out(torch.neg, {x}) | with_out(torch.clamp, {x}, {s}) | with_out(torch.index_select, {x}, {d}, {m})
+with_new_out(torch.add, {x}, {y}) | with_new_out(torch.mul, {x}, {s}) | with_new_out(torch.sum, {x}, {d}) | with_new_out(torch.cumsum, {x}, {d}) | with_new_out(torch.amax, {x}, {d}) | ~with_new_out(torch.exp, {f}) | with_new_out(torch.tril, {x}) | with_new_out(torch.gather, {x}, {d}, {h}) | with_new_out(torch.where, {o}, {x}, {y})
+~with_out(torch.matmul, {f}, {f}.mT) | ~with_new_out(torch.matmul, {f}, {f}.mT) | with_new_out(torch.abs, {x}) | with_out(torch.amin, {x}, {d}) | !with_new_out(torch.gt, {x}, {y}) | !with_out(torch.argmax, {x}, {d}) | ~with_out(torch.mean, {f}, {d}) | with_new_out(torch.sub, {x}, {y}) | ~with_out(torch.pow, {f}, 2)
+"""
+OUT_WRITES = """
+torch.mul({x}, {s}, out={x}) | torch.add({x}, {y}, out={x}) | torch.neg({x}, out={x}) | torch.add({y}, {z}, out={x}[{k}:]) | torch.mul({y}, 2, out={x}.T) | torch.sum({y}.clone(), 0, out={x}[0]) | torch.maximum({x}, {y}, out={x}) | torch.index_select({y}.clone(), 0, {m}, out={x})
+"""
 COMPLEX = """
 {c} * {y} | {c} + {s} | {c}.conj() | {c}.real | {c}.imag | ~{c}.abs() | ~{c}.angle() | torch.view_as_real({c}) | {c}.conj() * {c} | ~{c}.exp() | {c}.sum({d}) | ~{c} / 3 | -{c} | {c}.conj().real + 1
 ~{c}.abs().sqrt() | torch.complex({f}.float(), {f}.float()) | {c}.imag.neg() | !{c} == {c} | ~{c} @ {c}.mT | {c}.cumsum({d}) | ~{c}.sgn() | {c}.prod({d}) | ~{c}.sin() | {c}.T.conj() | {c}[..., ::2].conj() | {c}.mH
@@ -214,6 +234,10 @@ TABLES = {
     "matmul": parse(MATMUL),
     "layer": parse(LAYERS),
     "resize": parse(RESIZE),
+    "autograd": parse(AUTOGRAD),
+    "transform": parse(TRANSFORMS),
+    "out": parse(OUT),
+    "out write": parse(OUT_WRITES),
     "complex": parse(COMPLEX),
     "grad mode": parse(GRAD_MODES),
     "symbol": parse(SYMBOLS),
@@ -235,6 +259,9 @@ KINDS: dict[str, dict[str, int]] = {
     "layer": {"layer": 3, "pointwise": 2, "view": 1},
     "resize": {"resize": 4, "pointwise": 2},
     "complex": {"complex": 5, "view": 1, "pointwise": 1},
+    "autograd": {"autograd": 5, "inplace": 2, "view": 2, "pointwise": 2, "grad mode": 1},
+    "transform": {"transform": 5, "view": 1, "pointwise": 2},
+    "out": {"out": 4, "out write": 2, "view": 2, "pointwise": 1},
     "symbol": {"symbol": 5, "symbolic write": 2, "pointwise": 2, "reduction": 1},
     "subclass": {"pointwise": 4, "reduction": 2, "view": 3, "move": 1, "inplace": 2, "matmul": 1},
     "grad mode": {"grad mode": 5, "view": 2, "pointwise": 2, "reduction": 1},

@@ -201,16 +201,19 @@ def test_an_error_of_eager_is_discarded() -> None:
 
 
 def test_rules_that_predict_another_dtype_are_no_finding() -> None:
-    """torch's rule for this loss promotes dtypes, its kernel doesn't; the mask's size is data."""
+    """torch's rule for this op gives another dtype than its kernel; the mask's size is data."""
+    backward = "torch.ops.aten._softmax_backward_data"
     program = Program(
         seed=1,
         kind="pointwise",
         inputs=(
-            Input("a0", (3,), "float32"),
-            Input("a1", (3,), "float64"),
+            Input("a0", (3,), "bfloat16"),
             Input("a2", (3,), "bool"),
         ),
-        lines=(Line("t0", "F.soft_margin_loss(a0, a1)", approximate=True), Line("t1", "a0[a2]")),
+        lines=(
+            Line("t0", f"{backward}(a0, a0, 0, torch.float32)", approximate=True),
+            Line("t1", "a0[a2]"),
+        ),
         outputs=("t0", "t1"),
     )
     with pytest.raises(check.Discard, match="rules for a dtype"):
