@@ -49,6 +49,27 @@ def test_rows_of_any_length(shape: tuple[int, ...], mode: str) -> None:
     check_fused(lambda x: (F.softmax(x, -1), x[..., 1:] * x[..., :-1]), x, mode=mode)
 
 
+@pytest.mark.parametrize("shape", [(40, 61), (3, 300, 77), (2, 5, 600)])
+def test_columns(shape: tuple[int, ...]) -> None:
+    """The lanes of each point, whole blocks and the last one; values of several passes."""
+    x, scale = torch.randn(shape).to(F16), torch.rand(shape[-1]).to(F16)
+
+    def standardize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x) * scale
+        return (x - x.mean(-2, keepdim=True)) * (x * x).sum(-2, keepdim=True).rsqrt()
+
+    region = check_fused(standardize, x, scale)
+    assert any("widen_block" in kernel.source for kernel in region.kernels)
+    check_fused(lambda x: (x.sum(-2), x.amax(-2)), x)
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_packed_columns_are_copied_as_integers(dtype: torch.dtype) -> None:
+    """g++ does not vectorize some loops that copy structs."""
+    (kernel,) = check_fused(lambda x: F.softmax(x, 0), torch.randn(1000, 1000).to(dtype)).kernels
+    assert "packed loads" in str(kernel.schedule) and ".code = arg0_1[" in kernel.source
+
+
 def test_results_in_place() -> None:
     x = torch.randn(33, 700).to(F16)
     expected = x * 3 + x.sum(-1, keepdim=True)
