@@ -445,8 +445,9 @@ class RowWriter:
         """Iterations of the innermost loop in a block; None where it is one loop."""
         size = static_size(self.nest.body[-1:])
         block = tuning.REDUCTION_CHUNK if ordered else tuning.STAGING_BLOCK
-        is_blocked = ordered or self.schedule.prefetch_pass == step or self.staged_stores(step)
-        is_blocked = is_blocked or any(self.find_halves(step))
+        is_prefetched = self.schedule.prefetch_pass == step
+        reasons = (ordered, is_prefetched, self.staged_stores(step), *self.find_halves(step))
+        is_blocked = any(reasons)
         is_long = size is None or size > block or self.bounds is not None
         return block if is_blocked and is_long else None
 
