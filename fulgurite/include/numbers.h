@@ -50,6 +50,7 @@ struct f8e4m3z { uint8_t code; };
 struct f8e5m2z { uint8_t code; };
 struct f8e8m0 { uint8_t code; };
 
+INLINE float widen(float x) { return x; }
 INLINE float widen(bf16 x) { return as_float((uint32_t)x.code << 16); }
 
 // Rounds to nearest even; NaN stays NaN.

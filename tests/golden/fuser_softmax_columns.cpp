@@ -63,22 +63,14 @@ static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div
           sum_1_acc[k][lane] = 0;
         }
       }
-      {
-        int64_t group = block;
-        for (; group + 64 <= min_i64(512, block + 256); group += 64) {
-          for (int64_t first = group; first < group + 16; ++first) {
-            #pragma omp simd
-            for (int64_t lane = 0; lane < lanes; ++lane) {
-              const int64_t i = lane0 + lane;
-              #pragma GCC unroll 4
-              for (int64_t j = first; j < first + 64; j += 16) {
-                const float sub = arg0_1[i + j * 1024] - amax[lane];
-                const float exp_ = exp(sub);
-                exp__buffer[j][lane] = exp_;
-                sum_1_acc[first & 15][lane] += exp_;
-              }
-            }
-          }
+      for (int64_t j = block; j < min_i64(512, block + 256); ++j) {  // pass 2
+        #pragma omp simd
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          const int64_t i = lane0 + lane;
+          const float sub = arg0_1[i + j * 1024] - amax[lane];
+          const float exp_ = exp(sub);
+          exp__buffer[j][lane] = exp_;
+          sum_1_acc[j & 15][lane] += exp_;
         }
       }
       #pragma omp simd

@@ -36,6 +36,7 @@ MAX_PACKED_BYTES = 1 << 20  # stack bytes of a thread, for packed columns
 COLUMN_UNROLL = (
     4  # body points of one accumulator at once: several streams keep memory busier than one
 )
+MAX_UNROLLED_FLOPS = 8  # of a body point
 COLUMN_PREFETCH_DISTANCE = 16  # body points between a prefetch and its use
 
 # Tiles: rows side by side in SIMD lanes, through transposed buffers. Cycles, fitted on an EPYC with AVX-512

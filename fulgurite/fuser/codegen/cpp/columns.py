@@ -28,10 +28,10 @@ from fulgurite.fuser.codegen.cpp.kernel import (
     total_ctype,
 )
 from fulgurite.fuser.codegen.cpp.rows import staging_name
-from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
+from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, Load
 from fulgurite.fuser.ir.index import ZERO, Axis, Index, as_index, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.analysis import is_body_store
+from fulgurite.fuser.schedule.analysis import is_body_store, iter_unmasked
 from fulgurite.fuser.schedule.cpu.columns import find_packed_loads
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
@@ -260,7 +260,11 @@ class ColumnWriter:
             self.reset_lanes(ordered)
         group = tuning.REDUCTION_LANES * tuning.COLUMN_UNROLL
         is_packing = step == 0 and bool(self.packed_loads)
-        is_unrolled = bool(ordered) and not (stores or is_packing) and (size or group) >= group
+        halves = self.find_half_loads(step)
+        is_plain = bool(ordered) and not (stores or is_packing or halves)
+        values = k.find_body_values(self.pass_roots, step)
+        is_cheap = sum(x.flops for x in values) <= tuning.MAX_UNROLLED_FLOPS
+        is_unrolled = is_plain and is_cheap and (size or group) >= group
         if is_unrolled:
             self.emit("{")
             low = self.unrolled_loop(step, reductions, (low, high), size)
@@ -269,10 +273,13 @@ class ColumnWriter:
             k.open_loop(last, label, low, high)
             self.prefetch(step)
             self.open_staging(stores)
+            self.widen_halves(halves)
             self.open_lanes()
             self.point(step, reductions, stores)
             self.emit("}")
             self.flush_staging(stores)
+            for load in halves:
+                del self.printer.buffers[load]
             self.emit("}")
         if is_unrolled:
             self.emit("}")
@@ -361,26 +368,59 @@ class ColumnWriter:
                 index = self.print_at_first_lane(load.index[0].substitute(ahead))
                 self.emit(f"prefetch({identifier(load.name)} + {index}, lanes);")
 
-    # non-temporal stores
+    # float16: the lanes of a point are converted before and after their loop
+
+    def find_half_loads(self, step: int) -> list[Load]:
+        """The loads of float16 along the lanes, at every point of a pass."""
+        roots = [*self.pass_roots[step]]
+        values = self.kernel.find_body_values(self.pass_roots, step)
+        roots += [x.expression for x in values]
+        found: dict[Load, None] = {}
+        for part in (part for root in roots for part in iter_unmasked(root)):
+            if isinstance(part, Load) and part.index and part.dtype == torch.float16:
+                index = part.index[0]
+                is_along = index.coefficient(self.simd_axis) == 1 and not index.indirect_indices()
+                if is_along and part not in (*self.packed_loads, *self.printer.buffers):
+                    found[part] = None
+        return list(found)
+
+    def widen_halves(self, loads: list[Load]) -> None:
+        for number, load in enumerate(loads):
+            name = f"{identifier(load.name)}{number or ''}_wide"
+            source = f"{identifier(load.name)} + {self.print_at_first_lane(load.index[0])}"
+            self.emit(f"alignas(64) float {name}[{self.block}];")
+            self.emit(f"widen_block({name}, {source}, lanes);")
+            self.printer.buffers[load] = f"{name}[lane]"
+
+    def is_half(self, store: Store) -> bool:
+        """Whether a result is stored as float16, along the lanes."""
+        is_along = store.index.coefficient(self.simd_axis) == 1
+        if store in self.tiles.stores or store.combine is not None:
+            return False
+        is_temporal = store.tensor.name not in self.kernel.schedule.nontemporal_stores
+        return store.tensor.dtype == torch.float16 and is_along and is_temporal
+
+    # staged stores: non-temporal ones, and float16
 
     def find_staged(self, stores: list[Store]) -> list[Store]:
         names = self.kernel.schedule.nontemporal_stores
-        return [s for s in stores if s.tensor.name in names]
+        return [s for s in stores if s.tensor.name in names or self.is_half(s)]
 
     def open_staging(self, stores: list[Store]) -> None:
         for store in self.find_staged(stores):
-            ctype = storage_type(store.tensor.dtype)
+            ctype = "float" if self.is_half(store) else storage_type(store.tensor.dtype)
             self.emit(f"alignas(64) {ctype} {staging_name(store)}[{self.block}];")
 
     def flush_staging(self, stores: list[Store]) -> None:
         for store in self.find_staged(stores):
             index = self.print_at_first_lane(store.index)
-            target = self.kernel.output_name(store.tensor.name)
-            self.emit(f"store_nontemporal({target} + {index}, {staging_name(store)}, lanes);")
+            target = f"{self.kernel.output_name(store.tensor.name)} + {index}"
+            function = "narrow_block" if self.is_half(store) else "store_nontemporal"
+            self.emit(f"{function}({target}, {staging_name(store)}, lanes);")
 
     def stage_value(self, store: Store, target: str) -> None:
         value = self.printer.print_expression(store.value)
-        is_narrow = store.tensor.dtype in NARROW_FLOATS
+        is_narrow = store.tensor.dtype in NARROW_FLOATS and not self.is_half(store)
         self.emit(f"store(&{target}, {value});" if is_narrow else f"{target} = {value};")
 
     def reset(self, reductions: list[Local], suffix: str) -> None:
@@ -434,8 +474,10 @@ class ColumnWriter:
         """The first pass copies its loads into buffers, where the later ones find them."""
         for load in self.packed_loads if step == 0 else ():
             buffered = self.print_buffered(load.name)
-            index = self.printer.print_index(load.index[0])
-            self.emit(f"{buffered} = {identifier(load.name)}[{index}];")
+            source = f"{identifier(load.name)}[{self.printer.print_index(load.index[0])}]"
+            # g++ vectorizes copies of integers, but not always of structs
+            member = ".code" if load.dtype in NARROW_FLOATS else ""
+            self.emit(f"{buffered}{member} = {source}{member};")
             self.printer.buffers[load] = buffered
 
 

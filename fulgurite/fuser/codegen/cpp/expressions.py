@@ -56,9 +56,9 @@ KEYWORDS = """
 HEADER_NAMES = """
     EXPORT INLINE Maximum Minimum Product REDUCTIONS SPECIAL STRING Sum SortKey SortPair align_64 bf16 bits
     check_index combine_blocks choose_num_threads f16 f8e4m3 f8e4m3z f8e5m2 f8e5m2z f8e8m0 fma free highest log_add_exp lowest
-    malloc min_i64 nan_max nan_max_scalar nan_min nan_min_scalar omp
+    malloc min_i64 nan_max nan_max_scalar nan_min nan_min_scalar narrow_block omp
     pack_sort_key prefetch prefetch_rows reduce_block reduce_blocks round_bf16 round_f16 select sort_ranks sorted_position split
-    store store_nontemporal to_integer transpose_tile widen wrap_index
+    store store_nontemporal to_integer transpose_tile widen widen_block wrap_index
 """
 KERNEL_NAMES = """
     begin block blocks chunk chunk0 chunks chunk_rows end error first free_scratch group lane lane0 lanes max_threads num_threads rest row rows rows_end
@@ -69,7 +69,7 @@ RESERVED |= {*KEYWORDS.split(), *HEADER_NAMES.split(), *KERNEL_NAMES.split()}
 # What kernels append to a name, for buffers, accumulators and partials.
 APPENDED = """
     _acc _buffer _combined _keys _keys_other _out _partial _partials _prefix _row
-    _chunk _group _running _staging _table _tile _total _totals _values
+    _chunk _group _running _staging _table _tile _total _totals _values _wide
 """
 SUFFIXES = tuple(APPENDED.split())
 # Names that become one of those with a suffix: the tile of `transpose` is `transpose_tile`.

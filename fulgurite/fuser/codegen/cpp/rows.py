@@ -128,6 +128,7 @@ class RowWriter:
                 self.row_lookups()
             if step < self.schedule.passes:
                 self.one_pass(step, simd_threads)
+        self.printer.buffers.clear()
 
     def row_lookups(self) -> None:
         """Indirect indices that are the same along the row, once a row."""
@@ -272,8 +273,9 @@ class RowWriter:
             ctype = storage_type(store.tensor.dtype)
             length = block or static_size((simd_axis,))
             self.emit(f"alignas(64) {ctype} {staging_name(store)}[{length}];")
-        in_memory = {x.name: self.find_source(x, start) for x in ordered}
         length = block or static_size((simd_axis,))
+        halves = self.widen_halves(step, start, count, length)
+        in_memory = {x.name: self.find_source(x, start) for x in ordered}
         for x in (x for x in ordered if in_memory[x.name] is None):
             self.emit(f"alignas(64) {value_ctype(x.dtype)} {values_name(x)}[{length}];")
         read_directly = {name for name, source in in_memory.items() if source is not None}
@@ -286,6 +288,9 @@ class RowWriter:
         for x in ordered:
             source = in_memory[x.name] or values_name(x)
             self.finish_chunk(x, source, count)
+        self.narrow_halves(step, start, count)
+        for load in halves if block or outer else ():  # their scope ends; others serve later passes
+            del self.printer.buffers[load]
         for store in staged:
             at_start = ExpressionPrinter(identifier, {simd_axis: start})
             index = at_start.print_index(store.index).removesuffix(" + 0")
@@ -293,6 +298,56 @@ class RowWriter:
             self.emit(f"store_nontemporal({target}, {staging_name(store)}, {count});")
         for _ in range(len(outer) + bool(block)):
             self.emit("}")
+
+    # float16: blocks are converted before and after the loop
+
+    def find_halves(self, step: int) -> tuple[list[Load], list[Store]]:
+        """The loads and stores of float16 along the row that a pass makes at every point."""
+        if not self.nest.body or self.schedule.pads_tail:
+            return [], []
+        inner, roots = self.nest.body[-1], [*self.passes[step].roots]
+        roots += [x.expression for x in self.body_values(step)]
+        loads: dict[Load, None] = {}
+        for part in (part for root in roots for part in iter_unmasked(root)):
+            if isinstance(part, Load) and part.index and part.dtype == torch.float16:
+                index = part.index[0]
+                if not index.indirect_indices() and index.coefficient(inner) == 1:
+                    loads[part] = None
+        staged = self.staged_stores(step)
+        stores = [
+            s
+            for s in self.passes[step].stores
+            if s.tensor.dtype == torch.float16
+            and s.combine is None
+            and s.index.coefficient(inner) == 1
+        ]
+        return list(loads), [s for s in stores if s not in staged]
+
+    def widen_halves(
+        self, step: int, start: str, count: str, length: int | None
+    ) -> tuple[Load, ...]:
+        """Converts a block of loads, and declares one of stores. Returns the loads."""
+        loads, stores = self.find_halves(step)
+        at_start = ExpressionPrinter(identifier, {self.nest.body[-1]: start})
+        loads = [load for load in loads if load not in self.printer.buffers]
+        first = len(self.printer.buffers)
+        for number, load in enumerate(loads, first):
+            name = f"{identifier(load.name)}{number or ''}_wide"
+            source = f"{identifier(load.name)} + {at_start.print_index(load.index[0])}"
+            self.emit(f"alignas(64) float {name}[{length}];")
+            self.emit(f"widen_block({name}, {source}, {count});")
+            self.printer.buffers[load] = f"{name}[{self.block_index(start)}]"
+        for store in stores:
+            self.emit(f"alignas(64) float {wide_name(store)}[{length}];")
+        return tuple(loads)
+
+    def narrow_halves(self, step: int, start: str, count: str) -> None:
+        """Converts a block of results."""
+        at_start = ExpressionPrinter(identifier, {self.nest.body[-1]: start})
+        for store in self.find_halves(step)[1]:
+            target = self.kernel.output_name(store.tensor.name)
+            index = at_start.print_index(store.index)
+            self.emit(f"narrow_block({target} + {index}, {wide_name(store)}, {count});")
 
     def find_source(self, x: Local, start: str) -> str | None:
         """Where the values of a block already are in memory, one after the other; None: nowhere."""
@@ -390,7 +445,9 @@ class RowWriter:
         """Iterations of the innermost loop in a block; None where it is one loop."""
         size = static_size(self.nest.body[-1:])
         block = tuning.REDUCTION_CHUNK if ordered else tuning.STAGING_BLOCK
-        is_blocked = ordered or self.schedule.prefetch_pass == step or self.staged_stores(step)
+        is_prefetched = self.schedule.prefetch_pass == step
+        reasons = (ordered, is_prefetched, self.staged_stores(step), *self.find_halves(step))
+        is_blocked = any(reasons)
         is_long = size is None or size > block or self.bounds is not None
         return block if is_blocked and is_long else None
 
@@ -437,10 +494,13 @@ class RowWriter:
                 self.accumulate(x, self.running_name(x))
         for x in work.column_reductions:
             self.accumulate(x, f"{identifier(x.name)}_acc[{index}]")
-        staged = self.staged_stores(step)
+        staged, halves = self.staged_stores(step), self.find_halves(step)[1]
         for store in work.stores:
             if store in staged:
                 self.stage_value(store, start)
+            elif store in halves:
+                value = self.printer.print_expression(store.value)
+                self.emit(f"{wide_name(store)}[{self.block_index(start)}] = {value};")
             else:
                 k.emit_store(store, self.printer)
 
@@ -474,6 +534,11 @@ class RowWriter:
 def values_name(x: Local) -> str:
     """The values of a block that a reduction combines."""
     return f"{identifier(x.name)}_values"
+
+
+def wide_name(store: Store) -> str:
+    """A block of results that become float16."""
+    return f"{identifier(store.name)}_out_wide"
 
 
 def staging_name(store: Store) -> str:

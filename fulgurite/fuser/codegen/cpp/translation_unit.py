@@ -37,11 +37,12 @@ OPTIONAL_HEADERS = (
     "math_via_double.h",
     "memory_traffic.h",
     "lanes.h",
+    "float16.h",
     "reductions.h",
     "transpose.h",
     "sort.h",
 )
-HEADERS_OF_HEADERS = {"transpose.h": "lanes.h", "reductions.h": "lanes.h"}
+HEADERS_OF_HEADERS = {"transpose.h": "lanes.h", "reductions.h": "lanes.h", "float16.h": "lanes.h"}
 GUARDED_LOAD = re.compile(r"\?[^\n]*\[|\bif \(")  # in the text of kernels
 
 

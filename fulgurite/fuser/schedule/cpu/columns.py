@@ -80,8 +80,7 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         row_bytes = buffer_bytes + load_bytes if packed else buffer_bytes
         buffered = buffered if fits(row_bytes) else ()
         room = limit // row_bytes if packed or buffered else room // 4
-        multiple = room // height // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
-        block = max(tuning.MIN_COLUMN_BLOCK, min(longest, multiple))
+        block = max(tuning.MIN_COLUMN_BLOCK, min(longest, _whole_vectors(room // height)))
     if tiles != NO_TILES:
         # the tiles of a block should stay in the L1 cache
         packed, height = False, max(count_elements(tuple(axis.size for axis in nest.body)), 1)
@@ -160,6 +159,12 @@ def _is_worth_packing(nest: LoopNest, device: DeviceInfo) -> bool:
     tensors = {tensor.name: tensor for tensor, _, is_store in nest.accesses() if not is_store}
     is_static = all(axis.size.is_constant for axis in nest.body)
     return is_static and sum(map(tensor_bytes, tensors.values())) > device.l2_cache_bytes
+
+
+def _whole_vectors(lanes: int) -> int:
+    """As many lanes as whole vectors have, also of bytes."""
+    step = next((s for s in (64, 32) if lanes >= s), tuning.MIN_COLUMN_BLOCK)
+    return lanes // step * step
 
 
 def _round_up(width: int) -> int:
