@@ -4,7 +4,6 @@
 INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE float unpack_double(int64_t bits64) { return (float)__builtin_bit_cast(double, bits64); }
 INLINE void store(float* to, float x) { *to = x; }
-INLINE float widen(float x) { return x; }
 
 // load and store of up to sixteen numbers
 template <class T> INLINE vec load_partial(const T* from, int64_t count) {
