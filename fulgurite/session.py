@@ -41,6 +41,7 @@ from fulgurite.capture.view_writes import replace_views
 from fulgurite.compiled_graph import CompiledGraph, GraphRecord
 from fulgurite.config import settings
 from fulgurite.cudagraph import GraphedFunction
+from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.executors import Executor, claim, lower_trace
 from fulgurite.executors.autotune import ExecutorTuner
@@ -86,6 +87,14 @@ from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
 from fulgurite.units import format_bytes
 
 StepKind = Literal["required", "optional", "user"]
+
+
+def make_tuner(options: Options) -> ExecutorTuner | None:
+    """What times regions and library calls. In deterministic mode nothing is timed: two processes could
+    choose other kernels for the same graph, which differ in bits."""
+    if not options.autotune or is_deterministic():
+        return None
+    return ExecutorTuner(options.executors, options.autotune)
 
 
 @dataclass
@@ -271,7 +280,7 @@ class Session:
         """Functional graph → compiled graph: simplify, transform, then `lower`."""
         started = time.perf_counter()
         options = self.options
-        tuner = ExecutorTuner(options.executors, options.autotune) if options.autotune else None
+        tuner = make_tuner(options)
         trace = Trace(names.apply(graph), kind, "functional", record.index)
         trace = self.run_step(record, "functional", lambda trace: trace, trace)
         routes = [route_scaled_mm] if has_scaled_mms(trace) else []

@@ -162,6 +162,15 @@ def test_unsettled_timings_decide_nothing(clock, caplog):
     assert len(clock.seen) == 2, "nothing was stored"
 
 
+def test_deterministic_mode_measures_nothing(clock):
+    clock.times = {"fuser": 1e-3, "torch": 1e-6}
+    compiled = fulgurite.compile(normalized, autotune="auto")
+    with fulgurite.deterministic():
+        compiled(torch.randn(3, 6), torch.randn(6))
+    assert not clock.seen and "autotuned" not in str(compiled.explain())
+    assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
+
+
 def test_autotune_off_measures_nothing(clock, monkeypatch):
     fulgurite.compile(normalized, autotune=False)(*inputs())
     monkeypatch.setenv("FULGURITE_AUTOTUNE", "0")
