@@ -116,17 +116,22 @@ class LoRALinear(LoRAModule):
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
-        bias = self.bias
-        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta")
-        if isinstance(self.base_layer, nn.Linear):  # the subclasses of some families
-            linear.__class__ = type(self.base_layer)
         weight = as_dense(self.base_layer.weight)  # type: ignore[arg-type]
-        linear.weight = nn.Parameter(self._add_adapter(weight), requires_grad=False)
-        linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        return linear.train(self.training)
+        return make_dense(self.base_layer, self._add_adapter(weight))
 
     def extra_repr(self) -> str:
         return f"rank={self.lora_A.shape[0]}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def make_dense(linear: nn.Linear | QuantLinear, weight: Tensor) -> nn.Module:
+    """A dense linear with this weight, and with the bias of another linear."""
+    bias = linear.bias
+    dense = nn.Linear(linear.in_features, linear.out_features, bias is not None, device="meta")
+    if isinstance(linear, nn.Linear):  # the subclasses of some families
+        dense.__class__ = type(linear)
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    dense.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return dense.train(linear.training)
 
 
 class LoRAExperts(LoRAModule):

@@ -31,8 +31,10 @@ from fulgurite.train.tune.adapters import (
     LoRALinear,
     LoRAModule,
     LoRAWeights,
+    as_dense,
     check_rank,
     init_adapter,
+    make_dense,
 )
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
@@ -208,4 +210,4 @@ def merge_module(module: nn.Module) -> nn.Module:
     if isinstance(module, LoRAModule):
         return module.merged()
     assert isinstance(module, QuantLinear), f"{type(module).__name__} can't be merged"
-    return LoRALinear(module, 1, 0.0).merged()
+    return make_dense(module, as_dense(module.weight))

@@ -115,6 +115,20 @@ def test_merged_is_the_dequantized_weight_with_the_adapter(tmp_path) -> None:
     torch.testing.assert_close(merged, adapted, rtol=1e-3, atol=1e-3 * scale)
 
 
+def test_weights_without_an_adapter_are_merged_as_they_are(tmp_path, monkeypatch) -> None:
+    model = build("llama", tmp_path, "nf4")
+    add_adapters(model, LoRAConfig(rank=3, targets=("q_proj",)))
+    name = next(n for n, m in model.named_modules() if isinstance(m, QuantLinear) and "down" in n)
+    weight = model.get_submodule(name).weight.dequantize()
+    allocate = torch.empty
+    monkeypatch.setattr(  # new memory may hold anything
+        torch, "empty", lambda *size, **options: allocate(*size, **options).fill_(float("nan"))
+    )
+    with adapters_merged(model):
+        merged = model.get_submodule(name).weight
+        assert torch.equal(merged, weight) and merged.dtype == weight.dtype
+
+
 def test_a_format_that_fits_no_weight_is_an_error(tmp_path) -> None:
     build_reference("llama", num_hidden_layers=1, hidden_size=40).save_pretrained(tmp_path)
     model = load_model(tmp_path)
