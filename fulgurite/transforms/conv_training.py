@@ -3,7 +3,8 @@
 In: the joint graph of forward and backward, before it is split. Out: the same graph, where 2-d convolutions and
 their gradients read and return channels-last tensors. torch's kernels take them without reordering, and so do the
 ops between (`layouts.py`). Results of the graph, gradients of parameters included, have the strides of eager mode.
-A 1-d convolution is one of images of one row.
+A 1-d convolution is one of images of one row, and so is a batch norm beside it: torch's kernel would return a
+contiguous tensor for three dimensions.
 
     grad_x, grad_w, grad_b = convolution_backward(grad, x, w, …)
     →   grad_x, _, _ = convolution_backward(grad, x, w, …, [True, False, False])
@@ -43,6 +44,10 @@ GEOMETRY = {
     aten.convolution.default: {3: 1, 4: 0, 5: 1, 7: 0},
     aten.convolution_backward.default: {4: 1, 5: 0, 6: 1, 8: 0},
 }
+NORM_TENSORS = {
+    aten._native_batch_norm_legit_functional.default: (0,),
+    aten.native_batch_norm_backward.default: (0, 1),
+}
 
 
 def use_channels_last(joint: fx.GraphModule) -> None:
@@ -54,6 +59,10 @@ def use_channels_last(joint: fx.GraphModule) -> None:
     images: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if _is_convolution(node, 3):
+            _make_2d(module, node, images, before)
+    images = {}  # in the order of the graph: a norm may come before the convolutions that read its input
+    for node in list(module.graph.nodes):
+        if _is_norm_of_rows(node):
             _make_2d(module, node, images, before)
     converted: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
@@ -92,6 +101,15 @@ def _is_convolution(node: fx.Node, dim: int) -> bool:
     return all(_is_image(node.args[position], dim) for position in TENSORS[node.target])
 
 
+def _is_norm_of_rows(node: fx.Node) -> bool:
+    """Whether the node is a batch norm of what a 1-d convolution reads or returns as images, or its gradient."""
+    if node.op != "call_function" or node.target not in NORM_TENSORS:
+        return False
+    tensors = [node.args[position] for position in NORM_TENSORS[node.target]]
+    is_beside = any(getattr(tensor, "target", None) is aten.squeeze.dim for tensor in tensors)
+    return is_beside and all(_is_image(tensor, 3) for tensor in tensors)
+
+
 def _is_image(node: Any, dim: int) -> bool:
     value = fake_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != dim:
@@ -106,7 +124,7 @@ def _make_2d(
     images: dict[fx.Node, fx.Node],
     before: dict[fx.Node, Any],
 ) -> None:
-    """Replace a 1-d convolution, or its gradient, by that of images of one row.
+    """Replace a 1-d convolution, batch norm, or gradient of one by that of images of one row.
 
     images   the tensors that are images already
     """
@@ -133,12 +151,12 @@ def _make_2d(
 
     args = list(node.args)
     with node.graph.inserting_before(node):
-        for position in TENSORS[node.target]:
+        for position in (TENSORS | NORM_TENSORS)[node.target]:
             source: fx.Node = args[position]  # type: ignore[assignment]
             if source not in images:
                 images[source] = add(aten.unsqueeze.default, source, 2)
             args[position] = images[source]
-        for position, single in GEOMETRY[node.target].items():
+        for position, single in GEOMETRY.get(node.target, {}).items():
             args[position] = [single, *args[position]]  # type: ignore[misc]
         new = add(node.target, *args)
         if node.target is aten.convolution.default:

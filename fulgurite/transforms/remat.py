@@ -66,10 +66,11 @@ def make_partitioner(policy: Remat) -> Partition:
         fold_masks_in_graph(joint.graph)
         _recompute_casts(joint.graph)
         _drop_running_statistics(joint.graph)
-        use_channels_last(joint)
-        use_int8_offsets(joint)
         if policy != "none":  # these recompute, if only from tensors that are read anyway
             recompute_relu_masks(joint)
+        use_channels_last(joint)
+        use_int8_offsets(joint)
+        if policy != "none":
             recompute_log_softmax_in_backward(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
