@@ -27,6 +27,8 @@ os.environ["FULGURITE_VERIFY"] = "1"
 os.environ["FULGURITE_STRICT"] = "1"  # a failure is an error, not a fallback to torch
 # Which executor runs a region must not depend on the load of the machine.
 os.environ["FULGURITE_AUTOTUNE"] = "0"
+# As `launch.rank_environment` says; tests are ranks, too. A read of the resolver's settings, so before its first use.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # oneDNN's bfloat16 convolutions hit an illegal instruction if a virtual machine shows AMX but forbids it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 _folder = tempfile.TemporaryDirectory(prefix="fulgurite-tests-")

@@ -181,9 +181,15 @@ class RankPool:
             self.kill()
 
 
+# torch asks the name server for the name of each address that it connects to, 127.0.0.1 too. A lost answer
+# costs as long as the resolver waits: by default 5 s.
+RESOLVER_OPTIONS = "timeout:1 attempts:5"
+
+
 def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment variables that a mesh reads: this rank, and the store of its parent."""
     return {
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", RESOLVER_OPTIONS),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
