@@ -30,6 +30,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compared_values_are_saved(name: str, remat: str) -> None:
     """Recomputed by another kernel, no element might equal the maximum: 0 / 0."""
+    if name == "aminmax" and torch.__version__ < "2.12":
+        pytest.skip("torch has no derivative of aminmax")
     torch.manual_seed(0)
 
     def program(x: Tensor) -> Tensor:
