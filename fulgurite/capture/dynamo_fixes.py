@@ -1,12 +1,13 @@
-"""Where TorchDynamo or AOTAutograd fails or is wrong on programs that eager mode runs.
+"""Where TorchDynamo fails or is wrong on programs that eager mode runs.
 
 In: their functions. Out: the same functions, corrected when this module is first used.
 
 - An op that its FakeTensor rule refuses and the op itself takes is a graph break: torch runs that op, and
   capture goes on after it. If the op fails as well, its own error is raised. With `FULGURITE_STRICT=1` and
   `fullgraph=True` the failed capture is an error. `program_errors.py` has what concerns errors of the program
-  itself, `python_numbers.py` the arithmetic of symbols, `tensor_attributes.py` attributes, `matmul_rules.py` the
-  rules of grouped matmuls, `autograd_functions.py` functions with a backward of their own.
+  itself, `aot_fixes.py` what concerns AOTAutograd, `python_numbers.py` the arithmetic of symbols,
+  `tensor_attributes.py` attributes, `matmul_rules.py` the rules of grouped matmuls, `kernel_layouts.py` strides and
+  dtypes, `autograd_functions.py` functions with a backward of their own.
 - A function on which TorchDynamo itself fails runs in eager mode (`failed_functions.py`).
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
@@ -29,11 +30,6 @@ In: their functions. Out: the same functions, corrected when this module is firs
 - Elementwise ops of tensors that are contiguous and channels-last, as with one channel, give contiguous ones.
   The FakeTensor rule went by the strides of dimensions of size 1, and a later `cat` was channels-last.
 - `torch._foreach_lerp_` writes its tensors one after another (`foreach.py`).
-- An output that is an input or a view of one is rebuilt by its size, strides and offset if the graph writes to
-  memory that several inputs share. AOTAutograd repeats the views of the input on that memory as a whole, and
-  before torch 2.13 it returned that whole for the input itself.
-- Ops of a tensor subclass without `__torch_dispatch__` run in the first call of a graph, too. The mode in
-  which AOTAutograd looks at custom ops there refused them.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
 - The gradient of a mean loss of no elements (`mse_loss`, `smooth_l1_loss`, `huber_loss`) is empty. torch's
@@ -56,12 +52,11 @@ In: their functions. Out: the same functions, corrected when this module is firs
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
@@ -83,8 +78,6 @@ from torch._dynamo.variables.tensor import (
     TensorVariable,
 )
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch._functorch._aot_autograd import runtime_wrappers
-from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false, is_cpu_scalar_tensor
@@ -96,6 +89,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fulgurite.capture import (
+    aot_fixes,
     autograd_functions,
     failed_functions,
     kernel_layouts,
@@ -173,9 +167,6 @@ def install() -> None:
     _replace(torch._prims_common, order, _order_contiguous_first)
     _use_shape_rule(torch.ops.aten.zero.default, torch.empty_like)
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
-    _replace(runtime_wrappers, "create_synthetic_base_metadata", _rebuild_by_strides)
-    mode = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
-    _replace(mode, "__torch_dispatch__", _run_plain_subclasses)
     _replace(polyfills, "foreach_lerp_inplace", lambda _: lerp_in_place)
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
         op = getattr(torch.ops.aten, name + "_backward").default
@@ -198,6 +189,7 @@ def install() -> None:
     _replace(nn_module, "initialize_lazy_module", _specialize_attributes)
     proxy = getattr(dicts, "SideEffectsProxyDict", None)  # since torch 2.13
     _replace(proxy, "get_example_value_dict", _read_attributes_of_method)
+    aot_fixes.install()
     autograd_functions.install()
     failed_functions.install()
     kernel_layouts.install()
@@ -254,47 +246,6 @@ def _copy_expanded(copy_with_strides: Callable[[Tensor], Tensor]) -> Callable[[T
         return x.clone() if is_expanded else copy_with_strides(x)
 
     return copy
-
-
-def _rebuild_by_strides(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` returns the metadata of a graph in which inputs that share memory are one input."""
-
-    def create(metadata: Any, merged: Sequence[Any], outer: Any, inner: Any, *args: Any) -> Any:
-        created, *others = original(metadata, merged, outer, inner, *args)
-        for number, info in enumerate(metadata.output_info):
-            if info.base_idx is None or isinstance(merged[info.base_idx], int):
-                continue
-            new, base = created.output_info[number], inner[merged[info.base_idx][0]]
-            kind = new.output_type
-            if kind == OutputType.is_input and not _is_same_view(outer[info.base_idx], base):
-                kind = OutputType.alias_of_input
-            new = dataclasses.replace(new, output_type=kind, view_meta_sequence=None)
-            created.output_info[number] = new
-        return created, *others
-
-    return create
-
-
-def _is_same_view(x: Tensor, base: Tensor) -> bool:
-    has_same_elements = x.size() == base.size() and x.stride() == base.stride()
-    return x._base is None and has_same_elements and x.storage_offset() == base.storage_offset()
-
-
-def _run_plain_subclasses(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __torch_dispatch__(
-        self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = original(self, op, types, args, kwargs)
-        if result is NotImplemented and not any(map(_has_dispatch, types)):
-            return op(*args, **kwargs)
-        return result
-
-    return __torch_dispatch__
-
-
-def _has_dispatch(kind: Any) -> bool:
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
